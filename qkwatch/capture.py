@@ -1,0 +1,295 @@
+"""See every softmax(QK^T) of a forward pass, whoever wrote it.
+
+A `TorchDispatchMode` looks at the operations themselves. An attention core is either one fused
+``scaled_dot_product*`` call, or a softmax whose input descends from a product of two activations. No class
+names, no layout tables; an eager, an SDPA and an ``nn.MultiheadAttention`` core look alike from here.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from qkwatch.modules import in_backward
+
+aten = torch.ops.aten
+
+
+@dataclass(eq=False)
+class Core:
+    """One softmax(QK^T).
+
+    Attributes:
+        q: the queries as they enter: (..., Tq, D) of a fused call, (N, Tq, D) of a product.
+        k: the keys as they enter: (..., Tk, D) or (N, Tk, D); of a product stored as it was multiplied, so read
+            it through `keys`.
+        logits: what enters the softmax, as it stands in memory; None for a fused call.
+        dim: the key axis of ``logits``.
+        mask, is_causal, scale: of a fused call; None, False, 1.0 otherwise.
+        factor: q and k of PyTorch's unfused SDPA already carry this factor each.
+    """
+
+    q: Tensor
+    k: Tensor
+    logits: Tensor | None = None
+    dim: int = -1
+    mask: Tensor | None = None
+    is_causal: bool = False
+    scale: float = 1.0
+    factor: float = 1.0
+
+    @property
+    def fused(self) -> bool:
+        return self.logits is None
+
+    def queries(self) -> Tensor:
+        """(..., Tq, D), in the graph of whoever built it."""
+        if self.logits is None or not self._swapped():
+            return self.q
+        return self.k.transpose(-1, -2)
+
+    def keys(self) -> Tensor:
+        """(..., Tk, D), in the graph of whoever built it."""
+        if self.logits is None:
+            return self.k
+        return self.q if self._swapped() else self.k.transpose(-1, -2)
+
+    def rows(self) -> Tensor:
+        """The logits with the query axis second to last and the key axis last: (..., Tq, Tk)."""
+        assert self.logits is not None
+        logits = self.logits.movedim(self.dim, -1)
+        rows = self.queries().shape[-2]
+        if logits.ndim > 2 and logits.shape[-2] != rows:
+            axis = next((a for a in range(logits.ndim - 2, -1, -1) if logits.shape[a] == rows), None)
+            if axis is not None:
+                logits = logits.movedim(axis, -2)
+        return logits
+
+    def _swapped(self) -> bool:
+        """Whether the product was K Q^T: the softmax then runs over the product's first axis."""
+        assert self.logits is not None
+        shape, dim = self.logits.shape, self.dim % self.logits.ndim
+        if dim == self.logits.ndim - 1:
+            return shape[dim] != self.k.shape[-1] and shape[dim] == self.q.shape[-2]
+        return dim == self.logits.ndim - 2 and shape[dim] == self.q.shape[-2] and shape[-1] == self.k.shape[-1]
+
+
+@dataclass
+class _Product:
+    order: int
+    a: Tensor
+    b: Tensor
+    factor: float
+
+
+@dataclass
+class _Info:
+    """What is known of one tensor's descent."""
+
+    weight: bool = False
+    product: _Product | None = None
+    probs: object | None = None
+    factor: float | None = None
+
+
+_VIEWS = {
+    getattr(aten, name)
+    for name in (
+        "t transpose permute view _unsafe_view reshape expand slice select narrow squeeze unsqueeze detach alias "
+        "_to_copy clone contiguous unbind split split_with_sizes chunk as_strided"
+    ).split()
+    if hasattr(aten, name)
+}
+# operation -> positions of the two factors
+_PRODUCTS = {aten.bmm: (0, 1), aten.mm: (0, 1), aten.baddbmm: (1, 2), aten.addmm: (1, 2)}
+_SOFTMAX = {getattr(aten, name) for name in ("_softmax", "_safe_softmax", "softmax") if hasattr(aten, name)}
+
+
+def _fused_ops() -> dict[Any, tuple[int | str, int | str]]:
+    """Fused operation -> where its mask and its is_causal flag are."""
+    places: dict[str, tuple[int | str, int | str]] = {
+        "_scaled_dot_product_flash_attention_for_cpu": ("attn_mask", 4),
+        "_scaled_dot_product_flash_attention": ("attn_mask", 4),
+        "_scaled_dot_product_efficient_attention": (3, 6),
+        "_scaled_dot_product_cudnn_attention": (3, 6),
+        "_scaled_dot_product_fused_attention_overrideable": (3, 5),
+        "_scaled_dot_product_attention_math_for_mps": (3, 5),
+    }
+    return {getattr(aten, name): place for name, place in places.items() if hasattr(aten, name)}
+
+
+_FUSED = _fused_ops()
+
+
+def _argument(args: Any, kwargs: Any, place: int | str, default: Any) -> Any:
+    if isinstance(place, int):
+        return args[place] if len(args) > place else default
+    return kwargs.get(place, default)
+
+
+class CoreCapture(TorchDispatchMode):
+    """While entered, calls back for each core of the forward passes run under it.
+
+    Args:
+        on_core: called with each `Core` right after it ran; its return value is a token for ``on_confirm``.
+        on_confirm: called with the token when the probabilities enter a matrix product, as attention's do.
+        on_unseen: called with the name of an operation that is attention but cannot be looked into.
+        on_fault: called with any exception of ours; the model's own pass through untouched.
+        fast_path: called with the fused encoder operations of ``nn.MultiheadAttention``'s inference fast path.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self,
+        on_core: Callable[[Core], object],
+        *,
+        on_confirm: Callable[[object], None] = lambda token: None,
+        on_unseen: Callable[[str], None] = lambda name: None,
+        on_fault: Callable[[Exception], None],
+        fast_path: Callable[[Any, tuple[Any, ...]], None] = lambda op, args: None,
+    ):
+        super().__init__()
+        self._on_core, self._on_confirm, self._on_unseen = on_core, on_confirm, on_unseen
+        self._on_fault, self._fast_path = on_fault, fast_path
+        self._infos: dict[int, tuple[weakref.ref[Tensor], _Info]] = {}
+        self._count = 0
+        self.paused = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if not self.paused and not in_backward():
+            try:
+                self._note(func, args, kwargs, out)
+            except Exception as fault:
+                self._on_fault(fault)
+        return out
+
+    # -- one operation ------------------------------------------------------------------------------------
+
+    def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        op = getattr(func, "overloadpacket", func)
+        if op in _FUSED:
+            self._fused(op, args, kwargs)
+        elif op in _PRODUCTS:
+            first, second = _PRODUCTS[op]
+            self._product(args[first], args[second], out)
+        elif op in _SOFTMAX:
+            self._softmax(args[0], args[1], out)
+        elif op is aten._native_multi_head_attention or op is aten._transformer_encoder_layer_fwd:
+            self._fast_path(op, args)
+        elif self._opaque(func):
+            self._on_unseen(str(getattr(func, "_name", func)))
+        else:
+            self._descend(func, op, args, out)
+
+    @staticmethod
+    def _opaque(func: Any) -> bool:
+        """Attention by its name, in an operation that is not PyTorch's own: a custom kernel."""
+        name = func.name() if isinstance(func, torch._ops.OpOverload) else getattr(func, "_name", "")
+        if name.startswith("aten::") and not name.startswith("aten::_flash") and "efficient" not in name:
+            return False
+        return ("attention" in name or "attn" in name) and "backward" not in name
+
+    def _fused(self, op: Any, args: Any, kwargs: Any) -> None:
+        q, k = args[0], args[1]
+        if q.is_nested or k.is_nested:
+            self._on_unseen("attention over nested tensors")
+            return
+        mask_at, causal_at = _FUSED[op]
+        scale = kwargs.get("scale")
+        self._on_core(
+            Core(
+                q=q,
+                k=k,
+                mask=_argument(args, kwargs, mask_at, None),
+                is_causal=bool(_argument(args, kwargs, causal_at, False)),
+                scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+            )
+        )
+
+    def _product(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        info_a, info_b = self._info(a), self._info(b)
+        for info in (info_a, info_b):
+            if info is not None and info.probs is not None:
+                self._on_confirm(info.probs)
+                return  # probabilities times values: an output of attention, not logits
+        weight_a, weight_b = self._is_weight(a, info_a), self._is_weight(b, info_b)
+        if not weight_a and not weight_b:
+            self._count += 1
+            factor = (info_a.factor if info_a else None) if (info_b and info_b.factor) else None
+            self._tag(out, _Info(product=_Product(self._count, a, b, factor or 1.0)))
+        elif out.numel() == (b if weight_a else a).numel():
+            # a weight that mixes heads (talking heads) leaves logits logits
+            other = info_b if weight_a else info_a
+            if other is not None and other.product is not None:
+                self._tag(out, _Info(product=other.product))
+
+    def _softmax(self, x: Tensor, dim: int, out: Tensor) -> None:
+        info = self._info(x)
+        if info is None or info.product is None:
+            return
+        product = info.product
+        core = Core(product.a, product.b, logits=x, dim=dim, factor=product.factor)
+        token = self._on_core(core)
+        self._tag(out, _Info(probs=token if token is not None else True))
+
+    def _descend(self, func: Any, op: Any, args: Any, out: Any) -> None:
+        """Pass on what is known of the inputs to the outputs of any other operation."""
+        known = [info for tensor in _tensors(args) if (info := self._info(tensor)) is not None]
+        first = args[0] if args and isinstance(args[0], Tensor) else None
+        is_view = op in _VIEWS and first is not None
+        if not known:
+            if is_view and isinstance(first, nn.Parameter):
+                self._tag_all(out, _Info(weight=True))
+            elif func is aten.mul.Scalar:
+                self._tag(out, _Info(factor=float(args[1])))
+            return
+        products = [info.product for info in known if info.product is not None]
+        info = _Info(
+            weight=is_view and known[0].weight,
+            product=min(products, key=lambda p: p.order) if products else None,
+            probs=next((info.probs for info in known if info.probs is not None), None),
+            factor=known[0].factor if is_view else float(args[1]) if func is aten.mul.Scalar else None,
+        )
+        if info.weight or info.product or info.probs or info.factor:
+            self._tag_all(out, info)
+            if out is first and out._base is not None:  # written in place through a view
+                self._tag(out._base, info)
+
+    # -- the table ----------------------------------------------------------------------------------------
+
+    def _info(self, tensor: Tensor) -> _Info | None:
+        entry = self._infos.get(id(tensor))
+        return entry[1] if entry is not None and entry[0]() is tensor else None
+
+    @staticmethod
+    def _is_weight(tensor: Tensor, info: _Info | None) -> bool:
+        if info is not None and info.weight:
+            return True
+        return isinstance(tensor, nn.Parameter) or (tensor.requires_grad and tensor.is_leaf)
+
+    def _tag(self, tensor: Tensor, info: _Info) -> None:
+        key, table = id(tensor), self._infos
+        # the entry, and with it q and k, goes as soon as the tensor does: nothing is kept alive for us
+        table[key] = (weakref.ref(tensor, lambda _: table.pop(key, None)), info)
+
+    def _tag_all(self, out: Any, info: _Info) -> None:
+        for tensor in _tensors(out if isinstance(out, (tuple, list)) else (out,)):
+            self._tag(tensor, info)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    """The tensors among ``values``, one level of lists deep."""
+    found = [value for value in values if isinstance(value, Tensor)]
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            found.extend(item for item in value if isinstance(item, Tensor))
+    return found

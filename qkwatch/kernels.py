@@ -1,0 +1,332 @@
+"""Streaming softmax maths: attention logits, a block of rows at a time, reduced to a few numbers per row.
+
+Plain tensor ops only: no host sync, no branch on tensor values, so it runs asynchronously on an accelerator
+and inside a `TorchDispatchMode`. Memory is O(block x Tk), never Tq x Tk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+BIG = 3e38  # stands in for inf and NaN so that every later product is finite; marks the row as broken
+EMPTY = -1e38  # the peak of a row without visible keys: above -BIG (hidden), below any logit that counts
+FLOOR = -40.0  # exp(-40) = 4e-18 is far below fp32 rounding, but its square is no (slow) denormal yet
+OVER = 100.0  # the logit above which entries are counted
+CPU_BLOCK = 1 << 18  # logits per block: two float32 buffers of it stay in cache
+GPU_BLOCK = 1 << 24  # enough to fill an accelerator, and few launches
+
+
+class Block(NamedTuple):
+    """A rectangle of the logits: batch, query head and measured-row slices, and the first `width` keys."""
+
+    b: slice
+    h: slice
+    r: slice
+    width: int
+
+
+class RowSums(NamedTuple):
+    """What is kept of each measured query row; every field is a float32 view `(B, H, R)`.
+
+    `e = exp(t)`, `t = logit - peak`, both over visible keys *but key 0*, which is kept apart in `first`:
+    key 0 is always dropped from the sink-corrected entropy, and adding it back loses no digits where
+    subtracting it would.
+    """
+
+    seen: Tensor  # visible keys
+    total: Tensor  # sum of the visible logits
+    largest: Tensor  # max |logit|
+    over: Tensor  # visible entries with |logit| > OVER
+    first: Tensor  # logit of key 0; -BIG where hidden
+    peak: Tensor  # largest logit without key 0; EMPTY where there is none
+    z: Tensor  # sum of e
+    zt: Tensor  # sum of e * t
+    z2: Tensor  # sum of e * e
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """Which query rows are measured: `count` of `q_len`, evenly spread, the last one always among them."""
+
+    q_len: int
+    count: int
+    device: torch.device
+
+    @property
+    def exact(self) -> bool:
+        """All rows are measured."""
+        return self.count == self.q_len
+
+    def at(self, r: int) -> int:
+        """Position of the r-th measured row.
+
+        >>> [RowPlan(10, 4, torch.device("cpu")).at(r) for r in range(4)]
+        [1, 4, 6, 9]
+        """
+        return (r + 1) * self.q_len // self.count - 1
+
+    def positions(self) -> Tensor:
+        """Positions `(R,)` of all measured rows, int64."""
+        steps = torch.arange(1, self.count + 1, device=self.device)
+        return torch.div(steps * self.q_len, self.count, rounding_mode="floor") - 1
+
+    def take(self, x: Tensor, dim: int) -> Tensor:
+        """The measured rows of `x` along `dim` (untouched where that axis is broadcast or all rows count)."""
+        return x if self.exact or x.shape[dim] == 1 else x.index_select(dim, self.positions())
+
+
+def hidden_below(dtype: torch.dtype) -> float:
+    """Entries at or below this are masking, not logits: half of the dtype's minimum (float32's if wider)."""
+    return max(torch.finfo(dtype).min, torch.finfo(torch.float32).min) / 2
+
+
+def shown(mask: Tensor) -> Tensor:
+    """Bool of the mask's shape: True where it leaves the key visible (a NaN bias does)."""
+    return mask if mask.dtype == torch.bool else mask.le(hidden_below(mask.dtype)).logical_not_()
+
+
+class Mask:
+    """A bool (True = visible) or additive mask, broadcastable to `(B, H, Tq, Tk)`, and the causal triangle."""
+
+    def __init__(self, mask: Tensor | None, is_causal: bool, plan: RowPlan, k_len: int) -> None:
+        self.plan = plan
+        self.is_causal = is_causal
+        self.positions = plan.positions()
+        self.mask = mask
+        if mask is not None:
+            mask = mask[(None,) * (4 - mask.ndim)]
+            for dim in range(3):  # an expanded mask is no larger than what it was expanded from
+                mask = mask.narrow(dim, 0, 1) if mask.stride(dim) == 0 else mask
+            self.mask = mask.expand(-1, -1, -1, k_len)
+
+    def width(self, r: slice, k_len: int) -> int:
+        """How many leading keys the rows `r` can see at all."""
+        return min(k_len, self.plan.at(r.stop - 1) + 1) if self.is_causal else k_len
+
+    def counts(self, k_len: int) -> Tensor:
+        """Visible keys `(R,)` per measured row where there is no mask but the triangle, float32."""
+        seen = self.positions.clamp(max=k_len - 1) + 1
+        return (seen if self.is_causal else torch.full_like(seen, k_len)).float()
+
+    def block(self, block: Block) -> tuple[Tensor | None, int, Tensor | None]:
+        """`(visible, start, bias)`: 1/0 floats for keys from `start` on (None: all visible), additive bias."""
+        if self.mask is not None:
+            part = self._part(self.mask, block)
+            return self._visible(part, block).float(), 0, None if part.dtype == torch.bool else part.float()
+        if self.is_causal:
+            start = min(self.plan.at(block.r.start) + 1, block.width)  # all its rows see the keys before
+            return self._triangle(block, start).float(), start, None
+        return None, 0, None
+
+    def unseen(self) -> Tensor | None:
+        """Keys that no query row sees, bool `(B|1, H|1, Tk)`: padding. None without a mask."""
+        if self.mask is None:
+            return None
+        batch, heads, rows, k_len = self.mask.shape
+        plan = RowPlan(rows, rows, self.plan.device)
+        # with one mask row for all, the triangle cannot hide a key from its own row
+        full = Mask(self.mask, self.is_causal and rows > 1, plan, k_len)
+        step = max(1, CPU_BLOCK // (batch * heads * k_len))
+        seen = torch.zeros(batch, heads, k_len, dtype=torch.bool, device=plan.device)
+        for r in range(0, rows, step):
+            block = Block(slice(None), slice(None), slice(r, min(r + step, rows)), k_len)
+            seen |= full._visible(full._part(self.mask, block), block).any(-2)
+        return seen.logical_not_()
+
+    def columns(self, index: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """`(visible, bias)` of the keys `index` `(B, H, C)` for the measured rows, each `(B, H, R, C)` or None."""
+        batch, heads, columns = index.shape
+        visible: Tensor | None = None
+        bias: Tensor | None = None
+        if self.mask is not None:
+            rows, k_len = self.mask.shape[-2:]
+            part = self.mask.expand(batch, heads, rows, k_len)
+            part = self.plan.take(part.gather(3, index[:, :, None].expand(batch, heads, rows, columns)), 2)
+            bias = None if part.dtype == torch.bool else part.float()
+            visible = shown(part)
+        if self.is_causal:
+            below = index[:, :, None] <= self.positions[:, None]
+            visible = below if visible is None else visible & below
+        return visible, bias
+
+    def _triangle(self, block: Block, start: int) -> Tensor:
+        keys = torch.arange(start, block.width, device=self.plan.device)
+        return keys <= self.positions[block.r, None]  # (R, width - start)
+
+    def _visible(self, part: Tensor, block: Block) -> Tensor:
+        visible = shown(part)
+        return visible & self._triangle(block, 0) if self.is_causal else visible
+
+    def _part(self, mask: Tensor, block: Block) -> Tensor:
+        """The block's rectangle of the mask, broadcast axes kept at 1."""
+        b, h = (
+            s if size > 1 else slice(None) for s, size in zip((block.b, block.h), mask.shape, strict=False)
+        )
+        part = mask[b, h, :, : block.width]
+        if part.shape[2] == 1:
+            return part
+        return part[:, :, block.r] if self.plan.exact else part[:, :, self.positions[block.r]]
+
+
+class Source(Protocol):
+    """Where logits come from: computed from q and k, or already there."""
+
+    mask: Mask
+    shape: tuple[int, int, int, int]  # B, H, R (measured rows), Tk
+    group: int  # query heads that must stay in one block (they share a key head)
+
+    def fill(self, block: Block, s: Tensor) -> tuple[Tensor | None, int]:
+        """Write the block's logits into `s` `(b, h, r, width)`, all finite; return `(visible, start)`."""
+        ...
+
+    def columns(self, index: Tensor) -> Tensor:
+        """Logits `(B, H, R, C)` of the keys `index` `(B, H, C)`; -BIG where hidden."""
+        ...
+
+
+def scrub(x: Tensor) -> Tensor:
+    """NaN and inf to +-BIG, in place: a product with 0 hides them now, and no row's NaN leaks into another."""
+    return x.nan_to_num_(nan=BIG, posinf=BIG, neginf=-BIG)
+
+
+class QKSource:
+    """Logits `scale * q k^T + bias`, q `(B, H, R, D)`, k `(B, G, Tk, D)` of any float dtype, in float32."""
+
+    def __init__(self, q: Tensor, k: Tensor, scale: float, mask: Mask) -> None:
+        batch, heads, rows, dim = q.shape
+        groups, k_len = k.shape[1:3]
+        self.mask = mask
+        self.shape = (batch, heads, rows, k_len)
+        self.group = heads // groups
+        self.q = q.float().mul(scale).reshape(batch, groups, self.group, rows, dim)
+        self.k = k.float().contiguous()
+
+    def fill(self, block: Block, s: Tensor) -> tuple[Tensor | None, int]:
+        g = slice(block.h.start // self.group, block.h.stop // self.group)
+        q = self.q[block.b, g, :, block.r].flatten(0, 1).flatten(1, 2)  # (b*g, group*r, D)
+        k = self.k[block.b, g, : block.width].flatten(0, 1)  # (b*g, width, D)
+        torch.bmm(q, k.transpose(1, 2), out=s.view(q.shape[0], q.shape[1], block.width))
+        visible, start, bias = self.mask.block(block)
+        if bias is not None:
+            s.add_(bias)
+        scrub(s)
+        return visible, start
+
+    def columns(self, index: Tensor) -> Tensor:
+        batch, heads, columns = index.shape
+        groups, _, dim = self.k.shape[1:]
+        picked = index.reshape(batch, groups, self.group * columns, 1).expand(-1, -1, -1, dim)
+        k = self.k.gather(2, picked).view(batch, groups, self.group, columns, dim)
+        s = torch.matmul(self.q, k.transpose(-1, -2)).view(batch, heads, -1, columns)
+        visible, bias = self.mask.columns(index)
+        s = scrub(s if bias is None else s.add_(bias))
+        return s if visible is None else s.masked_fill_(visible.logical_not(), -BIG)
+
+
+class LogitSource:
+    """Logits `(B, H, Tq, Tk)` that exist already, masking included."""
+
+    group = 1
+
+    def __init__(self, logits: Tensor, plan: RowPlan) -> None:
+        batch, heads, _, k_len = logits.shape
+        self.mask = Mask(logits, False, plan, k_len)  # logits hide keys as an additive mask does
+        self.logits = logits
+        self.shape = (batch, heads, plan.count, k_len)
+
+    def fill(self, block: Block, s: Tensor) -> tuple[Tensor | None, int]:
+        plan = self.mask.plan
+        rows = self.logits[block.b, block.h]
+        s.copy_(rows[:, :, block.r] if plan.exact else rows[:, :, self.mask.positions[block.r]])
+        scrub(s)
+        return s.gt(hidden_below(self.logits.dtype)).float(), 0
+
+    def columns(self, index: Tensor) -> Tensor:
+        visible, s = self.mask.columns(index)
+        assert visible is not None
+        assert s is not None
+        return scrub(s).masked_fill_(visible.logical_not(), -BIG)
+
+
+def stream(source: Source, padded: Tensor | None) -> tuple[RowSums, Tensor]:
+    """Reduce all logits to `RowSums` and the mass of each key but key 0, summed over live rows, `(B, H, Tk)`.
+
+    `padded`: bool `(B|1, H|1, R)`, measured rows that are padding; they, fully masked and broken rows give none.
+    """
+    batch, heads, rows, k_len = source.shape
+    device = source.mask.plan.device
+    sums = torch.empty(len(RowSums._fields), batch, heads, rows, device=device)
+    sums[0] = source.mask.counts(k_len)
+    mass = torch.zeros(batch, heads, k_len, device=device)
+    live = None if padded is None else padded.logical_not().expand(batch, heads, rows)
+    b_step, h_step, r_step = block_steps(source)
+    s_buffer, e_buffer = torch.empty(2, b_step * h_step * r_step * k_len, device=device).unbind()
+    for b, r, h in product(range(0, batch, b_step), range(0, rows, r_step), range(0, heads, h_step)):
+        row = slice(r, min(r + r_step, rows))
+        width = source.mask.width(row, k_len)
+        block = Block(slice(b, min(b + b_step, batch)), slice(h, min(h + h_step, heads)), row, width)
+        out = RowSums(*sums[:, block.b, block.h, row].unbind())
+        used, shape = out.seen.numel() * width, (*out.seen.shape, width)
+        s, e = s_buffer[:used].view(shape), e_buffer[:used].view(shape)
+        visible, start = source.fill(block, s)
+        here = None if live is None else live[block.b, block.h, row]
+        reduce_block(s, e, visible, start, here, out, mass[block.b, block.h, :width])
+    return RowSums(*sums.unbind()), mass
+
+
+def block_steps(source: Source) -> tuple[int, int, int]:
+    """Block size in (batch elements, query heads, rows): it fits a CPU's cache, or fills an accelerator."""
+    batch, heads, rows, k_len = source.shape
+    on_cpu = source.mask.plan.device.type == "cpu"
+    budget = CPU_BLOCK if on_cpu else GPU_BLOCK
+    tall = min(rows, 64 if source.mask.is_causal else 256)  # a tall causal block computes more hidden entries
+    r_step = max(1, min(tall, budget // (source.group * k_len)))
+    groups = max(1, budget // (r_step * k_len * source.group))  # key heads per block
+    if groups * source.group < heads:
+        return 1, groups * source.group, r_step
+    return min(batch, groups * source.group // heads), heads, r_step
+
+
+def reduce_block(
+    s: Tensor, e: Tensor, visible: Tensor | None, start: int, live: Tensor | None, out: RowSums, mass: Tensor
+) -> None:
+    """Reduce one block of finite logits `s` `(b, h, r, w)`; `s`, `e` (scratch) and `visible` are overwritten.
+
+    The block is small enough to stay in cache, so what costs is the number of passes over it, all in place.
+    """
+    tail = s[..., start:]  # the only keys that may be hidden
+    if visible is not None:
+        tail.mul_(visible)  # hidden logits are 0 here: they change no sum, no maximum of |s|, no count
+        if start == 0:
+            out.seen.copy_(visible.sum(-1))
+    torch.sum(s, -1, out=out.total)
+    torch.abs(s, out=e)
+    torch.amax(e, -1, out=out.largest)
+    torch.sum(e.gt_(OVER), -1, out=out.over)
+
+    if visible is not None:
+        tail.add_(visible.sub_(1).mul_(BIG))  # and -BIG from here on: no weight in the softmax
+    out.first.copy_(s[..., 0])
+    s[..., 0] = -BIG
+    torch.amax(s, -1, out=out.peak)
+    out.peak.clamp_(min=EMPTY)
+    s.sub_(out.peak.unsqueeze(-1)).clamp_(min=FLOOR)
+    torch.exp(s, out=e)
+    torch.sum(e, -1, out=out.z)
+    torch.linalg.vector_norm(e, 2, dim=-1, out=out.z2)
+    out.z2.square_()
+    torch.sum(s.mul_(e), -1, out=out.zt)
+
+    weight = (out.first - out.peak).exp_().add_(out.z).reciprocal_()  # 1 / denominator
+    counts = out.largest < BIG
+    if visible is not None and start == 0:
+        counts &= out.seen > 0
+    if live is not None:
+        counts &= live
+    weight.mul_(counts)
+    mass.add_(torch.matmul(weight.unsqueeze(-2), e).squeeze(-2))

@@ -1,0 +1,208 @@
+"""Take readings while a model runs: `watch` for plain loops, `Observer` for everything else."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qkwatch.capture import Core, CoreCapture
+from qkwatch.modules import ModuleStack
+from qkwatch.probe import Call
+from qkwatch.sites import Rows, Scout, Site, fast_path_core, measure_at, select
+from qkwatch.stats import Packed, Reading, reading_from
+
+
+class Observer:
+    """While entered, measures each core of the given sites as it runs.
+
+    Nothing is attached to the model: the hooks are PyTorch's global ones and the operations are seen by a
+    dispatch mode, both gone on exit. Results stay on their device until `readings` moves all of them at once.
+
+    Args:
+        sites: what to measure.
+        rows: "all", "auto" (exact where it is cheap beside the layer itself, otherwise a sample) or a number.
+        on_fault: called with (site name, exception) when a measurement fails; the forward pass goes on.
+        keep_calls: keep each site's first inputs (for a retrofit), in ``site.call``.
+    """
+
+    def __init__(
+        self,
+        sites: Sequence[Site],
+        rows: Rows = "auto",
+        on_fault: Callable[[str, Exception], None] | None = None,
+        keep_calls: bool = False,
+    ):
+        self._sites = {id(site.module): site for site in sites}
+        self._rows, self._on_fault = rows, on_fault
+        self._stack = ModuleStack(self._left if keep_calls else None)
+        self._capture = CoreCapture(
+            self._saw, on_unseen=self._unseen, on_fault=self._fault, fast_path=self._fast_path
+        )
+        self._kept: set[int] = set()
+        self.packs: list[tuple[Site, Packed]] = []
+        self.unseen: dict[str, str] = {}
+
+    def __enter__(self) -> Observer:
+        self._stack.__enter__()
+        self._capture.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._capture.__exit__(*exc)
+        self._stack.__exit__(*exc)
+
+    def _site(self) -> Site | None:
+        frames = reversed(self._stack.frames)
+        return next((self._sites[id(m)] for m in frames if id(m) in self._sites), None)
+
+    def _saw(self, core: Core) -> None:
+        site = self._site()
+        if site is not None:
+            self.packs.append((site, measure_at(site, core, self._rows)))
+
+    def _fast_path(self, op: Any, args: tuple[Any, ...]) -> None:
+        core, chain, _ = fast_path_core(op, args, list(reversed(self._stack.frames)))
+        site = self._sites.get(id(chain[0]))
+        if site is not None:
+            self.packs.append((site, measure_at(site, core, self._rows)))
+
+    def _unseen(self, operation: str) -> None:
+        site = self._site()
+        if site is not None:
+            self.unseen.setdefault(site.name, operation)
+
+    def _fault(self, fault: Exception) -> None:
+        if self._on_fault is None:
+            raise fault
+        site = self._site()
+        self._on_fault(site.name if site else "", fault)
+
+    def _left(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        site = self._sites.get(id(module))
+        if site is not None and id(module) not in self._kept:
+            self._kept.add(id(module))
+            site.call = Call.of(args, kwargs)
+
+    def readings(self, step: int | None = None) -> list[Reading]:
+        """One `Reading` per core call, in one transfer from the device."""
+        return readings_of(self.packs, step)
+
+
+def readings_of(packs: Sequence[tuple[Site, Packed]], step: int | None = None) -> list[Reading]:
+    """One `Reading` per core call, in one transfer from the device."""
+    moved = to_cpu([packed for _, packed in packs])
+    return [reading_from(packed, site.name, step) for (site, _), packed in zip(packs, moved, strict=True)]
+
+
+def to_cpu(packs: Sequence[Packed]) -> list[Packed]:
+    """Packed figures to the CPU: one transfer per device they are on, whatever their number."""
+    values: dict[int, Tensor] = {}
+    by_device: dict[torch.device, list[int]] = {}
+    for i, packed in enumerate(packs):
+        by_device.setdefault(packed.values.device, []).append(i)
+    for members in by_device.values():
+        joined = torch.cat([packs[i].values for i in members]).cpu()
+        sizes = [len(packs[i].values) for i in members]
+        values.update(zip(members, joined.split(sizes), strict=True))
+    return [Packed(values[i], packed.exact) for i, packed in enumerate(packs)]
+
+
+class Watcher:
+    """What `watch` yields.
+
+    Attributes:
+        sites: the sites it watches; known after the first forward where none were given.
+    """
+
+    def __init__(self) -> None:
+        self.sites: list[Site] = []
+        self._first: list[Reading] = []
+        self._live: Observer | None = None
+
+    @property
+    def readings(self) -> list[Reading]:
+        """All readings so far, one per core call."""
+        live = self._live.readings() if self._live is not None else []
+        return [*self._first, *live]
+
+
+@contextlib.contextmanager
+def watch(
+    model: nn.Module,
+    sites: Sequence[Site] | None = None,
+    layers: str | Sequence[str] | None = None,
+    rows: Rows = "all",
+) -> Iterator[Watcher]:
+    """Measure every attention core that runs inside the block. Outputs and gradients are bit for bit the same.
+
+    Args:
+        model: any module; only its own forward passes are measured.
+        sites: from `find_sites`; None: found during the first forward pass inside the block.
+        layers: glob or globs over the sites' names; a leading "!" excludes.
+        rows: "all", "auto" or a number of query rows per core.
+
+    Example:
+        >>> model = nn.TransformerEncoderLayer(32, 4, batch_first=True)
+        >>> with watch(model) as watcher:
+        ...     _ = model(torch.randn(2, 7, 32))
+        >>> watcher.readings[0].site, tuple(watcher.readings[0].max_logit.shape)
+        ('self_attn', (4,))
+    """
+    watcher = Watcher()
+    if sites is not None:
+        watcher.sites = select(sites, layers)
+        with Observer(watcher.sites, rows) as watcher._live:
+            yield watcher
+        _warn_unseen(watcher._live.unseen)
+        return
+    with _FirstForward(model, layers, rows, watcher):
+        yield watcher
+
+
+class _FirstForward:
+    """Scout during the model's first forward pass, observe from the second on."""
+
+    def __init__(self, model: nn.Module, layers: str | Sequence[str] | None, rows: Rows, watcher: Watcher):
+        self._layers, self._rows, self._watcher = layers, rows, watcher
+        self._scout: Scout | None = Scout(model, rows, on_done=self._resolve)
+
+    def __enter__(self) -> None:
+        assert self._scout is not None
+        self._scout.__enter__()
+
+    def _resolve(self) -> None:
+        scout, watcher = self._scout, self._watcher
+        if scout is None:
+            return
+        self._scout = None
+        scout.__exit__()
+        if scout.fault is not None:
+            raise scout.fault
+        watcher.sites = select(scout.sites(), self._layers)
+        kept = {id(site) for site in watcher.sites}
+        watcher._first = readings_of([(site, packed) for site, packed in scout.packs if id(site) in kept])
+        _warn_unseen(scout.unseen)
+        watcher._live = Observer(watcher.sites, self._rows)
+        watcher._live.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        if self._scout is not None and kind is None:
+            self._resolve()  # only parts of the model ran
+        if self._scout is not None:
+            self._scout.__exit__()
+        if self._watcher._live is not None:
+            self._watcher._live.__exit__()
+            _warn_unseen(self._watcher._live.unseen)
+
+
+def _warn_unseen(unseen: dict[str, str]) -> None:
+    for name, operation in unseen.items():
+        warnings.warn(
+            f"qkwatch: {name or 'the model'} runs {operation}, which cannot be looked into: not measured",
+            stacklevel=3,
+        )

@@ -1,0 +1,332 @@
+"""Per-head attention statistics: q and k (or the logits) -> packed sums on the device -> `Reading`.
+
+Pure tensor maths. `qk_stats` and `logit_stats` never wait for the device; their results have one fixed width,
+so that many sites travel in one transfer or one collective, `merge` adds them up, and `reading_from` divides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .errors import QKWatchError
+from .kernels import BIG, EMPTY, LogitSource, Mask, QKSource, RowPlan, RowSums, Source, stream
+
+MANY_KEYS = 16  # normalised entropy is taken over rows with so many visible keys where there are any
+SINK_MASS = 0.3  # a key with more than this of the mean mass is a sink
+MAX_SINKS = 3  # at most so many keys can have it: the masses of all keys add up to 1
+SHARP = 0.99  # a row whose largest weight is above this is saturated
+MIN_ROW_LEFT = 1e-4  # without its sinks a row with less mass than this is all rounding
+MIN_HEAD_LEFT = 0.05  # a head with less mass than this off its sinks is a sink, not a collapsed head
+
+MAXIMA = ("max_logit", "margin", "sampled")
+SUMS = (
+    *(
+        "measured",
+        "excluded",
+        "nonfinite",
+        "rows",
+        "keys",
+        "over",
+    ),  # rows: measured and finite, those in the means
+    *("nats", "grad", "sink", "rows_2", "sharp"),  # rows_2, rows_16: with at least so many visible keys
+    *("entropy_2", "rows_16", "entropy_16"),
+    *("kept_2", "corrected_2", "kept_16", "corrected_16"),  # the same without the sink keys
+    *("q_rms", "q_tokens", "k_rms", "k_tokens"),
+)
+COLUMNS = MAXIMA + SUMS
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One site's per-head statistics at one step. Tensors: float32, on the CPU, `(H,)`; nan = not measured.
+
+    max_logit: largest |logit| on visible entries (inf where a measured row held NaN or +inf).
+    margin: largest row max - row mean over visible keys.
+    entropy: mean of H / ln(visible keys), 0..1, over rows with >= 16 visible keys (>= 2 where no row has 16).
+    entropy_nats: mean entropy of all measured rows, nats.
+    saturated: share of rows (>= 2 visible keys) whose largest weight is above .99.
+    grad_signal: mean of 1 - sum p^2, the trace of the softmax Jacobian.
+    q_rms, k_rms: root mean square over D, averaged over tokens.
+    entropy_corrected: `entropy` without key 0 and keys with mean mass > .3, renormalised; nan for a sink head.
+    sink_mass: mean mass on those dropped keys, 0..1.
+    over_100: share of visible entries with |logit| > 100.
+    nonfinite: measured rows that held NaN or +inf; they are in none of the means.
+    rows, excluded_rows: query rows (B x T) measured, and left out as fully masked or padded.
+    exact: all rows were measured, not a sample.
+    """
+
+    site: str
+    max_logit: Tensor
+    margin: Tensor
+    entropy: Tensor
+    entropy_nats: Tensor
+    saturated: Tensor
+    grad_signal: Tensor
+    q_rms: Tensor
+    k_rms: Tensor
+    entropy_corrected: Tensor
+    sink_mass: Tensor
+    over_100: Tensor
+    nonfinite: Tensor
+    rows: int
+    excluded_rows: int
+    exact: bool
+    step: int | None = None
+
+    @property
+    def heads(self) -> int:
+        """Number of query heads."""
+        return self.max_logit.shape[0]
+
+
+class Packed(NamedTuple):
+    """Statistics that can still be merged: `values` `(H, len(COLUMNS))`, float64 (float32 on mps).
+
+    The first `len(MAXIMA)` columns merge by max, the others by sum.
+    """
+
+    values: Tensor
+    exact: bool
+
+
+@torch.no_grad()
+def qk_stats(
+    q: Tensor,
+    k: Tensor,
+    *,
+    scale: float,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    rows: int | None = None,
+    self_attention: bool = True,
+) -> Packed:
+    """Statistics of `softmax(scale * q k^T + mask)`, computed in float32 whatever the inputs' float dtype.
+
+    Args:
+        q: `(B, H, Tq, D)`, as it enters the core.
+        k: `(B, G, Tk, D)`; G divides H, query head h uses key head `h // (H // G)`.
+        scale: the factor on q k^T.
+        mask: broadcastable to `(B, H, Tq, Tk)`; bool (True = visible) or additive (visible above half of the
+            dtype's minimum).
+        is_causal: query i sees keys j <= i (top-left aligned, as torch's SDPA); may be combined with a mask.
+        rows: measure only so many query rows per batch element, evenly spread, the last included; None: all.
+        self_attention: q and k come from the same tokens, so where Tq = Tk a key that no row sees marks a
+            padded query row.
+
+    Raises:
+        QKWatchError: shapes that do not fit together.
+
+    >>> packed = qk_stats(torch.zeros(1, 2, 5, 4), torch.zeros(1, 1, 5, 4), scale=0.5)
+    >>> reading_from(packed, "attn").entropy
+    tensor([1., 1.])
+    """
+    _check_shapes(q, k, mask)
+    with torch.autocast(q.device.type, enabled=False):
+        q, k = q.detach(), k.detach()
+        plan = _row_plan(q.shape[2], rows, q.device)
+        visible = Mask(None if mask is None else mask.detach(), is_causal, plan, k.shape[2])
+        source = QKSource(plan.take(q, 2), k, scale, visible)
+        return _measure(source, q, k, self_attention)
+
+
+@torch.no_grad()
+def logit_stats(
+    logits: Tensor,
+    *,
+    q: Tensor | None = None,
+    k: Tensor | None = None,
+    rows: int | None = None,
+    self_attention: bool = True,
+) -> Packed:
+    """Statistics of `softmax(logits)`, logits `(B, H, Tq, Tk)` of any float dtype as they enter the softmax.
+
+    Entries that are -inf or below half of the dtype's minimum are not visible. `q` `(B, H, Tq, D)` and `k`
+    `(B, G, Tk, D)` are read for their RMS only. `rows` and `self_attention` as in `qk_stats`.
+    """
+    if logits.ndim != 4 or not logits.is_floating_point():
+        raise QKWatchError(f"logits must be float (B, H, Tq, Tk), got {logits.dtype} {tuple(logits.shape)}")
+    with torch.autocast(logits.device.type, enabled=False):
+        logits = logits.detach()
+        source = LogitSource(logits, _row_plan(logits.shape[2], rows, logits.device))
+        return _measure(source, q, k, self_attention)
+
+
+def row_budget(batch: int, heads: int, q_len: int, k_len: int, head_dim: int, budget: int) -> int | None:
+    """Largest number of query rows (at least 1) within `budget` multiply-adds of q k^T; None: all fit.
+
+    >>> row_budget(2, 4, 100, 100, 10, 80_000)
+    10
+    """
+    rows = budget // max(1, batch * heads * k_len * head_dim)
+    return None if rows >= q_len else max(1, rows)
+
+
+def merge(packs: Sequence[Packed]) -> Packed:
+    """One `Packed` for several core calls (or ranks) of a site: max of the maxima, sums of the rest."""
+    if not packs:
+        raise QKWatchError("nothing to merge: pass at least one Packed")
+    shapes = {tuple(pack.values.shape) for pack in packs}
+    if len(shapes) > 1:
+        raise QKWatchError(f"only statistics of the same heads can be merged, got shapes {sorted(shapes)}")
+    values = torch.stack([pack.values for pack in packs])
+    cut = len(MAXIMA)
+    merged = torch.cat([values[..., :cut].amax(0), values[..., cut:].sum(0)], dim=-1)
+    return Packed(merged, all(pack.exact for pack in packs))
+
+
+def reading_from(packed: Packed, site: str, step: int | None = None) -> Reading:
+    """The `Reading` of packed statistics, whose values should be on the CPU by now."""
+    table = packed.values.detach().cpu().double()
+    column = dict(zip(COLUMNS, table.unbind(-1), strict=True))
+
+    def mean(total: str, count: str) -> Tensor:
+        return (column[total] / column[count]).float()  # 0 / 0 is nan: not measured
+
+    def measured(value: Tensor) -> Tensor:
+        return value.masked_fill(value == -torch.inf, torch.nan).float()
+
+    def entropy(name: str, count: str) -> Tensor:
+        enough = column[f"{count}_16"] > 0
+        return torch.where(enough, mean(f"{name}_16", f"{count}_16"), mean(f"{name}_2", f"{count}_2"))
+
+    sink_mass = mean("sink", "rows")
+    return Reading(
+        site=site,
+        max_logit=measured(column["max_logit"]),
+        margin=measured(column["margin"]),
+        entropy=entropy("entropy", "rows"),
+        entropy_nats=mean("nats", "rows"),
+        saturated=mean("sharp", "rows_2"),
+        grad_signal=mean("grad", "rows"),
+        q_rms=mean("q_rms", "q_tokens"),
+        k_rms=mean("k_rms", "k_tokens"),
+        entropy_corrected=entropy("corrected", "kept").masked_fill(sink_mass > 1 - MIN_HEAD_LEFT, torch.nan),
+        sink_mass=sink_mass,
+        over_100=mean("over", "keys"),
+        nonfinite=column["nonfinite"].float(),
+        rows=int(column["measured"].max()),
+        excluded_rows=int(column["excluded"].max()),
+        exact=packed.exact and not bool(column["sampled"].any()),
+        step=step,
+    )
+
+
+def _row_plan(q_len: int, rows: int | None, device: torch.device) -> RowPlan:
+    if rows is not None and rows < 1:
+        raise QKWatchError(f"rows must be at least 1 or None (all), got {rows}")
+    return RowPlan(q_len, q_len if rows is None else min(rows, q_len), device)
+
+
+def _check_shapes(q: Tensor, k: Tensor, mask: Tensor | None) -> None:
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}"
+    if q.ndim != 4 or k.ndim != 4 or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise QKWatchError(f"q must be (B, H, Tq, D) and k (B, G, Tk, D), got {shapes}")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise QKWatchError(f"the key heads must divide the query heads, got {shapes}")
+    if mask is None:
+        return
+    full = (*q.shape[:3], k.shape[2])
+    fits = mask.ndim <= 4 and all(m in (1, f) for m, f in zip(mask.shape[::-1], full[::-1], strict=False))
+    if not fits or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        got = f"{mask.dtype} {tuple(mask.shape)}"
+        raise QKWatchError(f"mask must be bool or float and broadcast to {full}, got {got}")
+
+
+def _measure(source: Source, q: Tensor | None, k: Tensor | None, self_attention: bool) -> Packed:
+    batch, heads, rows, k_len = source.shape
+    plan = source.mask.plan
+    zero = torch.zeros(heads, device=plan.device)
+    figures = dict.fromkeys(COLUMNS, zero)
+    figures |= {"max_logit": zero - torch.inf, "margin": zero - torch.inf, "sampled": zero + (not plan.exact)}
+    if batch * heads * rows * k_len:
+        padded = source.mask.unseen() if self_attention and plan.q_len == k_len else None
+        padded = None if padded is None else plan.take(padded, -1)
+        sums, mass = stream(source, padded)
+        figures |= _reduce_rows(source, sums, mass, padded)
+    for name, x in (("q", q), ("k", k)):
+        if x is not None and x.numel():
+            figures[f"{name}_rms"], figures[f"{name}_tokens"] = _rms(x.detach(), heads)
+    wide = torch.float32 if plan.device.type == "mps" else torch.float64
+    return Packed(torch.stack([figures[name].to(wide) for name in COLUMNS], dim=-1), plan.exact)
+
+
+def _rms(x: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """Sum over finite tokens of the root mean square over D, and their number, per query head `(heads,)`."""
+    rms = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32) / x.shape[-1] ** 0.5  # (B, G, T)
+    finite = rms.isfinite()
+    pair = torch.stack([rms.masked_fill(~finite, 0).sum((0, 2)), finite.sum((0, 2)).float()])
+    total, count = pair.repeat_interleave(heads // x.shape[1], dim=1).unbind()
+    return total, count
+
+
+def _reduce_rows(source: Source, sums: RowSums, mass: Tensor, padded: Tensor | None) -> dict[str, Tensor]:
+    """Row sums `(B, H, R)` -> one figure per head, by column name."""
+    included = sums.seen > 0 if padded is None else (sums.seen > 0) & ~padded
+    live = included & (sums.largest < BIG)  # rows that count: visible, not padded, finite
+    broken = included & ~live
+
+    top = torch.maximum(sums.first, sums.peak)  # row maximum over all visible keys
+    shrink = torch.exp(sums.peak - top)  # brings sums over keys 1.. from their peak to the row maximum
+    alone = torch.exp(sums.first - top)  # weight of key 0 before normalising
+    z = sums.z * shrink + alone
+    shift = (sums.first - top).clamp(min=EMPTY) * alone
+    zt = shrink * (sums.zt + (sums.peak - top) * sums.z) + shift
+    z2 = sums.z2 * shrink.square() + alone.square()
+    nats = (z.log() - zt / z).clamp(min=0)
+    several, many = live & (sums.seen >= 2), live & (sums.seen >= MANY_KEYS)
+    share = nats / sums.seen.log()
+    worst = torch.where(broken, torch.inf, torch.where(live, sums.largest, -torch.inf))
+    margin = torch.where(live, top - sums.total / sums.seen, -torch.inf)
+    rows = {
+        "measured": included,
+        "excluded": ~included,
+        "nonfinite": broken,
+        "rows": live,
+        "keys": torch.where(live, sums.seen, 0),
+        "over": torch.where(live, sums.over, 0),
+        "nats": torch.where(live, nats, 0),
+        "grad": torch.where(live, 1 - z2 / z.square(), 0),
+        "rows_2": several,
+        "sharp": several & (z < 1 / SHARP),
+        "entropy_2": torch.where(several, share, 0),
+        "rows_16": many,
+        "entropy_16": torch.where(many, share, 0),
+    }
+    rows |= _without_sinks(source, sums, mass, live, shrink / z)
+    stacked = torch.stack([value.float() for value in rows.values()])  # (C, B, H, R)
+    totals = dict(zip(rows, stacked.sum((1, 3)), strict=True))
+    return {**totals, "max_logit": worst.amax((0, 2)), "margin": margin.amax((0, 2))}
+
+
+def _without_sinks(
+    source: Source, sums: RowSums, mass: Tensor, live: Tensor, weight: Tensor
+) -> dict[str, Tensor]:
+    """Sink-corrected figures per row: key 0 is not in the sums, the few other sink keys are subtracted.
+
+    `weight` `(B, H, R)` turns a sum relative to the row's peak into probability.
+    """
+    measured = live.sum(-1, keepdim=True).clamp(min=1)
+    largest, index = (mass / measured).topk(min(MAX_SINKS, mass.shape[-1]), dim=-1)  # (B, H, C)
+    logits = source.columns(index)  # (B, H, R, C)
+    drop = ((largest > SINK_MASS) & (index > 0)).unsqueeze(2) & (logits > EMPTY)
+    t = (logits - sums.peak.unsqueeze(-1)).clamp(max=0)
+    e = torch.where(drop, t.exp(), 0)
+    z = sums.z - e.sum(-1)
+    zt = sums.zt - (e * t.clamp(min=EMPTY)).sum(-1)
+    left = (z * weight).clamp(0, 1)  # probability that is not on sinks
+    keys = sums.seen - (sums.first > EMPTY).float() - drop.sum(-1)
+    share = ((z.log() - zt / z) / keys.log()).clamp(0, 1)
+    kept = live & (left >= MIN_ROW_LEFT) & (keys >= 2)
+    many = kept & (keys >= MANY_KEYS)
+    return {
+        "sink": torch.where(live, 1 - left, 0),
+        "kept_2": kept,
+        "corrected_2": torch.where(kept, share, 0),
+        "kept_16": many,
+        "corrected_16": torch.where(many, share, 0),
+    }

@@ -1,0 +1,138 @@
+"""Norm some channels of a projection's output, by changing the projection's class in place.
+
+The module keeps its name, its parameters and its place in the model. Its class becomes a subclass whose forward
+norms what the old one returns: unlike a hook this survives ``deepcopy``, pickling, ``torch.compile`` (the changed
+class makes it compile again) and fast paths that look for hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qkwatch.layout import Channels
+from qkwatch.norms import HeadNorm
+
+Part = tuple[Channels, HeadNorm]
+
+
+class _Normed:
+    """Mixed in before a projection's own class."""
+
+    _qkwatch_parts: tuple[Part, ...]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return norm_channels(super().forward(*args, **kwargs), self._qkwatch_parts)  # type: ignore[misc]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # a class made at run time has no importable name: pickle the recipe instead
+        return _rebuild, (type(self)._qkwatch_base,), self.__getstate__()  # type: ignore[attr-defined]
+
+
+@cache
+def _normed_class(base: type[nn.Module]) -> type[nn.Module]:
+    return type(f"QKNormed{base.__name__}", (_Normed, base), {"_qkwatch_base": base, "__module__": __name__})
+
+
+def _rebuild(base: type[nn.Module]) -> nn.Module:
+    kind = _normed_class(base)
+    return kind.__new__(kind)
+
+
+def parts_of(module: nn.Module) -> tuple[Part, ...]:
+    """The norms that ``module`` applies to its own output."""
+    return getattr(module, "_qkwatch_parts", ())
+
+
+def add_part(module: nn.Module, channels: Channels, norm: HeadNorm) -> None:
+    """Let ``module`` norm these channels of its output with ``norm`` (which somebody else owns)."""
+    parts = (*parts_of(module), (channels, norm))
+    if not isinstance(module, _Normed):
+        module.__class__ = _normed_class(type(module))
+    # in a tuple, so that nn.Module does not adopt the norms: their keys belong to the site
+    module._qkwatch_parts = tuple(sorted(parts, key=lambda part: part[0].starts[0]))  # type: ignore[assignment]
+
+
+def remove_part(module: nn.Module, norm: HeadNorm) -> None:
+    """Take one norm away; the last one takes the changed class with it."""
+    if not isinstance(module, _Normed):
+        return
+    left = tuple(part for part in parts_of(module) if part[1] is not norm)
+    if left:
+        module._qkwatch_parts = left
+        return
+    base = type(module)._qkwatch_base  # type: ignore[attr-defined]
+    module.__class__ = base
+    del module.__dict__["_qkwatch_parts"]
+
+
+def norm_channels(output: Tensor, parts: Sequence[Part]) -> Tensor:
+    """``output`` with the channels of each part normed per head, all others as they are."""
+    first = parts[0][0]
+    if first.head_axis is not None:
+        (channels, norm), ends = parts[0], (-2, -1)
+        split = output.movedim((first.head_axis, channels.axis), ends)
+        return norm(split).movedim(ends, (first.head_axis, channels.axis))  # type: ignore[no-any-return]
+    moved = output if first.axis == -1 else output.movedim(first.axis, -1)
+    if all(channels.is_block for channels, _ in parts):
+        moved = _blocks(moved, parts)
+    elif _interleaved(parts, moved.shape[-1]):
+        moved = _strided(moved, parts)
+    else:
+        moved = _scattered(moved, parts)
+    return moved if first.axis == -1 else moved.movedim(-1, first.axis)
+
+
+def _blocks(output: Tensor, parts: Sequence[Part]) -> Tensor:
+    """Each part is one run of channels: (..., [q heads | k heads | rest])."""
+    pieces, at = [], 0
+    for channels, norm in parts:
+        start, width = channels.starts[0], channels.heads * channels.dim
+        if start > at:
+            pieces.append(output[..., at:start])
+        heads = output[..., start : start + width].unflatten(-1, (channels.heads, channels.dim))
+        pieces.append(norm(heads).flatten(-2))
+        at = start + width
+    if at < output.shape[-1]:
+        pieces.append(output[..., at:])
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
+
+
+def _interleaved(parts: Sequence[Part], width: int) -> bool:
+    """The channels are H groups of equal size, each with one head of every part at the same place."""
+    strides = {(c.stride, c.heads, c.step) for c, _ in parts}
+    if len(strides) != 1:
+        return False
+    stride, heads, step = strides.pop()
+    fits = all(c.starts[0] + c.dim <= (stride or 0) for c, _ in parts)
+    return stride is not None and step == 1 and stride * heads == width and fits
+
+
+def _strided(output: Tensor, parts: Sequence[Part]) -> Tensor:
+    """(..., H groups of [q | k | rest])."""
+    channels, stride = parts[0][0], parts[0][0].stride
+    assert stride is not None
+    groups = output.unflatten(-1, (channels.heads, stride))  # (..., H, stride)
+    pieces, at = [], 0
+    for channels, norm in parts:
+        start = channels.starts[0]
+        if start > at:
+            pieces.append(groups[..., at:start])
+        pieces.append(norm(groups[..., start : start + channels.dim]))
+        at = start + channels.dim
+    if at < stride:
+        pieces.append(groups[..., at:])
+    return torch.cat(pieces, -1).flatten(-2)
+
+
+def _scattered(output: Tensor, parts: Sequence[Part]) -> Tensor:
+    """Any channels at all."""
+    for channels, norm in parts:
+        index = channels.index(output.device).flatten()
+        heads = output.index_select(-1, index).unflatten(-1, (channels.heads, channels.dim))
+        output = output.index_copy(-1, index, norm(heads).flatten(-2))
+    return output

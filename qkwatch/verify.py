@@ -1,0 +1,240 @@
+"""Run a patched site on a real batch: are its queries and keys what the variant promises, where it counts?"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from qkwatch.capture import Core
+from qkwatch.norms import HeadNorm, QKNorm, calibrated_gains
+from qkwatch.plan import SitePlan
+from qkwatch.probe import Call, Refusal, replay
+from qkwatch.sites import Site, measure_at
+from qkwatch.stats import Reading, merge, reading_from
+
+GROWTH = 1000.0  # by how much the projections' outputs are made to grow
+_SAMPLE = 8  # rows from which the scale of an unfused softmax is read
+
+
+@dataclass
+class Verified:
+    plan: SitePlan
+    drift: float
+
+
+@dataclass
+class _Run:
+    """What one replay showed."""
+
+    output: Tensor
+    q: list[Tensor]  # norms per core call, (B, H, T)
+    k: list[Tensor]
+    samples: list[tuple[Tensor, Tensor]]  # q k^T and the logits of a few rows, flattened alike
+    scale: float | None  # of fused cores
+    reading: Reading | None
+
+
+def calibrate_and_verify(site: Site, draft: SitePlan, *, cap: float, calibrate: bool) -> Verified:
+    """Find the constants and gains of an installed draft, set them, and check what the patched site does.
+
+    Raises:
+        Refusal: where the promise does not hold; the caller takes the patch out again.
+    """
+    norm = site.module._modules["qk_norm"]
+    assert isinstance(norm, QKNorm) and site.call is not None
+    with _bypassed(site, norm):
+        before = _run(site, site.call, measured=True)
+    assert before.reading is not None
+    with _unit_gains(norm):
+        grown = _run_grown(site, norm)
+        q_ratio, k_ratio = (
+            _path_ratio(side, norms, what)
+            for side, norms, what in ((norm.q, grown.q, "queries"), (norm.k, grown.k, "keys"))
+        )
+        scale = grown.scale if grown.scale is not None else _logit_scale(site, norm)
+    plan = draft
+    if draft.variant.scale != "keep":
+        plan = replace(plan, q_factor=1.0 / (scale * q_ratio * k_ratio))
+        norm.q.factor = plan.q_factor
+    if calibrate:
+        reading = before.reading
+        gains = calibrated_gains(
+            draft.variant,
+            reading.q_rms / q_ratio,
+            reading.k_rms / k_ratio,
+            reading.max_logit,
+            draft.head_dim,
+            scale * q_ratio * k_ratio,
+            cap,
+            k_heads=draft.k_heads,
+        )
+        norm.set_gains(gains)
+        plan = replace(plan, gains={key: value.tolist() for key, value in gains.items()})
+    after = _run(site, site.call, measured=True)
+    _check_bound(norm, _run_grown(site, norm), (q_ratio, k_ratio))
+    size = before.output.norm().clamp_min(1e-30)
+    return Verified(plan, float((after.output - before.output).norm() / size))
+
+
+# -- runs ---------------------------------------------------------------------------------------------------
+
+
+def _run(site: Site, call: Call, *, measured: bool = False) -> _Run:
+    packs, q, k, samples, scales = [], [], [], [], []
+
+    def on_core(core: Core) -> None:
+        queries, keys = core.queries().detach(), core.keys().detach()
+        q.append(_norms(site, core, queries))
+        k_lengths = _norms(site, core, keys)
+        k.append(k_lengths[:, :: max(1, k_lengths.shape[1] // site.k_heads)])  # not repeated for their queries
+        if core.fused:
+            scales.append(core.scale)
+        else:
+            samples.append(_sample(core, queries, keys))
+        if measured:
+            packs.append(measure_at(site, core, "all"))
+
+    result = replay(site.module, call, on_core=on_core)
+    if not q:
+        raise Refusal("patched, it computes no attention")
+    reading = reading_from(merge(packs), site.name) if packs else None
+    scale = scales[0] if scales and not samples else None
+    return _Run(_output(result.output), q, k, samples, scale, reading)
+
+
+def _run_grown(site: Site, norm: QKNorm) -> _Run:
+    """The site with what enters its norms multiplied: as if the projections had grown."""
+    assert site.call is not None
+    handles = [side.register_forward_pre_hook(_grow) for side in (norm.q, norm.k)]
+    try:
+        return _run(site, site.call)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _grow(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+    return (args[0] * GROWTH,)
+
+
+@contextlib.contextmanager
+def _bypassed(site: Site, norm: QKNorm) -> Iterator[None]:
+    """The norms pass everything through: the unpatched function."""
+    handles = [side.register_forward_hook(lambda m, args, out: args[0]) for side in (norm.q, norm.k)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def _unit_gains(norm: QKNorm) -> Iterator[None]:
+    """All gains one, no biases, while the path from tap to core is measured."""
+    saved = [(p, p.detach().clone()) for p in norm.parameters()]
+    with torch.no_grad():
+        for side in (norm.q, norm.k):
+            if side.gain is not None:
+                side.gain.copy_(norm.variant.stored(torch.ones_like(side.gain)))
+            if side.bias is not None:
+                side.bias.zero_()
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, value in saved:
+                parameter.copy_(value)
+
+
+def _output(output: Any) -> Tensor:
+    tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
+    if not tensors:
+        raise Refusal("its forward returns no tensor to compare")
+    return tensors[0].detach().float()
+
+
+def _norms(site: Site, core: Core, tensor: Tensor) -> Tensor:
+    """Lengths of the head vectors, (B, H, T), as they enter the core."""
+    if not core.fused and site.layout.kind == "axis":
+        lead = core.rows().shape[:-2]
+        if lead.numel() == tensor.shape[:-2].numel():
+            tensor = tensor.reshape(*lead, *tensor.shape[-2:])
+    heads = site.layout.heads
+    if site.layout.kind in ("minor", "major") and core.fused and tensor.shape[:-2] != core.q.shape[:-2]:
+        heads = heads * tensor.shape[:-2].numel() // core.q.shape[:-2].numel()
+    split = site.layout.split(tensor / core.factor, heads)
+    return torch.linalg.vector_norm(split.float(), dim=-1)
+
+
+def _sample(core: Core, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    rows = core.rows().detach()
+    length = queries.shape[-2]
+    index = torch.linspace(0, length - 1, min(_SAMPLE, length), device=queries.device).long()
+    product = queries[..., index, :].float() @ keys.float().transpose(-1, -2)
+    if rows.shape[-2] != length or rows.numel() != product.numel() // len(index) * length:
+        raise Refusal("its logits are not laid out as the product of its queries and keys")
+    return product.flatten(), rows[..., index, :].float().flatten()
+
+
+# -- checks -------------------------------------------------------------------------------------------------
+
+
+def _path_ratio(side: HeadNorm, norms: list[Tensor], what: str) -> float:
+    """Length at the core over length at the tap, which must be one number for all rows (a rotation, a scale)."""
+    width = side.head_dim * (side.heads if side.variant.axis == "full" else 1)
+    promised = 1.0 if side.variant.norm == "l2" else math.sqrt(width)
+    if side.variant.axis == "full":
+        norms = [n.square().sum(1, keepdim=True).sqrt() for n in norms]
+    lengths = torch.cat([n.flatten() for n in norms])
+    lengths = lengths[lengths > lengths.amax() * 1e-3]  # zero rows are padding
+    low, high = (lengths.amin(), lengths.amax()) if len(lengths) else (torch.zeros(()), torch.zeros(()))
+    if not bool(torch.isfinite(high)) or float(high) <= 0:
+        raise Refusal(f"normed, its {what} are zero or not finite at the softmax")
+    spread = float(high / low) - 1
+    if spread > 0.03:
+        raise Refusal(
+            f"between projection and softmax its {what} change their lengths unevenly (by up to {spread:.0%}), "
+            "so that a norm at the projection would not bound the logits"
+        )
+    return float((low + high) / 2) / promised
+
+
+def _logit_scale(site: Site, norm: QKNorm) -> float:
+    """d logit / d (q k^T) of an unfused softmax, from two runs that differ in the length of q only."""
+    assert site.call is not None
+    first = _run(site, site.call)
+    norm.q.factor = 2.0
+    try:
+        second = _run(site, site.call)
+    finally:
+        norm.q.factor = 1.0
+    products = torch.cat([b[0] - a[0] for a, b in zip(first.samples, second.samples, strict=True)])
+    logits = torch.cat([b[1] - a[1] for a, b in zip(first.samples, second.samples, strict=True)])
+    seen = torch.isfinite(logits) & torch.isfinite(products)
+    products, logits = products[seen], logits[seen]
+    # masked entries do not move; large negative masks swallow what moves
+    moved = logits != 0
+    products, logits = products[moved], logits[moved]
+    if not len(products):
+        raise Refusal("its logits do not follow its queries")
+    scale = float((products * logits).sum() / products.square().sum())
+    error = float((logits - scale * products).norm() / logits.norm())
+    if error > 0.05 or scale == 0:
+        raise Refusal(f"its logits are not a multiple of q k^T (off by {error:.0%})")
+    return scale
+
+
+def _check_bound(norm: QKNorm, grown: _Run, ratios: tuple[float, float]) -> None:
+    """However the projections grow, no query and no key leaves longer than its gain allows."""
+    for what, side, norms, ratio in (("queries", norm.q, grown.q, ratios[0]), ("keys", norm.k, grown.k, ratios[1])):
+        longest = torch.stack([n.amax((0, 2)) for n in norms]).amax(0)
+        allowed = side.max_norm().detach().to(longest) * ratio * 1.03
+        if not bool((longest <= allowed).all()):
+            raise Refusal(f"normed, its {what} are longer at the softmax than the gain allows")

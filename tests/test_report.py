@@ -1,0 +1,186 @@
+"""Rich output: golden texts at a fixed width, and a real Trainer with each kind of bar."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from io import StringIO
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from qkwatch import report
+from qkwatch.report import alert_text, reading_table, retrofit_text, say, summary
+from qkwatch.rules import Alert, Level
+from qkwatch.stats import Reading
+
+NAN = math.nan
+
+
+@dataclass
+class FakeReport:
+    applied: list[str] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    drift: Any = None
+
+
+def reading(
+    site: str = "layers.0.attn", top: tuple[float, ...] = (34.25, 8.0), exact: bool = True, **values
+) -> Reading:
+    def row(name: str, *calm: float) -> torch.Tensor:
+        return torch.tensor(values.get(name, (calm * len(top))[: len(top)]), dtype=torch.float32)
+
+    names = ("entropy_nats", "entropy_corrected", "sink_mass", "over_100", "nonfinite")
+    return Reading(
+        site=site,
+        max_logit=torch.tensor(top),
+        margin=row("margin", 30.0, 7.0),
+        entropy=row("entropy", 0.61, 0.12),
+        saturated=row("saturated", 0.01, 0.54),
+        grad_signal=row("grad_signal", 0.8, 0.031),
+        q_rms=row("q_rms", 1.0, 2.5),
+        k_rms=row("k_rms", 1.5, 1.0),
+        rows=64,
+        excluded_rows=0,
+        exact=exact,
+        **{name: row(name, 0.0) for name in names},
+    )
+
+
+def lines(renderable, width: int = 110) -> list[str]:
+    console = Console(file=StringIO(), width=width, record=True, color_system=None)
+    console.print(renderable)
+    return [line.rstrip() for line in console.export_text().splitlines()]
+
+
+def test_alert_text_is_markup_safe_and_coloured_by_level():
+    message = "enc[0].attn[/bold]: head 3: max logit above 100 and rising"
+    text = alert_text(Alert(Level.CRITICAL, 1200, "enc[0].attn[/bold]", (3,), "rising", message))
+    assert lines(text) == [f"qkwatch CRITICAL step 1,200: {message}"]
+    styles = {text.plain[s.start : s.end]: str(s.style) for s in text.spans}
+    assert styles["CRITICAL"] == "bold red"
+    assert len({report.STYLES[level] for level in Level}) == 4
+
+
+def test_reading_table_golden():
+    rows = [reading(), reading("enc[1].attn", (1234.5, math.inf), exact=False, entropy=(NAN, NAN))]
+    assert lines(reading_table(rows, title="step 30")) == [
+        "                                                 step 30",
+        "",
+        " site            heads   max logit   margin        entropy   saturated   grad signal     rms q     rms k",
+        " ───────────────────────────────────────────────────────────────────────────────────────────────────────",
+        " layers.0.attn       2   34.25 (0)   30 (0)       0.12 (1)     54% (1)     0.031 (1)   2.5 (1)   1.5 (0)",
+        " ~enc[1].attn        2     inf (1)   30 (0)   not measured     54% (1)     0.031 (1)   2.5 (1)   1.5 (0)",
+        "",
+        "                                    ~ from a sample of the query rows",
+    ]
+
+
+def test_a_single_head_needs_no_name_and_nothing_is_shown_as_zero():
+    text = "\n".join(lines(reading_table([reading(top=(8.0,), entropy=(NAN,), saturated=(NAN,))])))
+    assert "(0)" not in text
+    assert text.count("not measured") == 2
+
+
+@pytest.mark.parametrize("n", [0, 1, 24, 25, 48])
+def test_long_tables_keep_the_worst_in_model_order_and_say_what_is_left_out(n):
+    tops = torch.randperm(n, generator=torch.Generator().manual_seed(n)).tolist()
+    rows = [reading(f"layers.{i}.attn", (float(t), 0.5)) for i, t in enumerate(tops)]
+    text = "\n".join(lines(reading_table(rows)))
+    shown = [int(i) for i in re.findall(r"layers\.(\d+)\.attn", text)]
+    assert shown == [i for i, t in enumerate(tops) if t >= n - 24]
+    assert (f"{n - 24} left out" in text) == (n > 24)
+
+
+def test_retrofit_text_golden():
+    done = FakeReport(["h.0[x]", "h.1"], {"h.2": "no projection owns k"}, {"outputs": 0.0123, "loss": NAN})
+    assert lines(retrofit_text(done)) == [
+        "qkwatch retrofit: 2 sites patched, 1 refused; drift outputs 0.0123, loss not measured",
+        "  patched: h.0[x], h.1",
+        "  refused: h.2: no projection owns k",
+    ]
+    assert lines(retrofit_text(FakeReport())) == [
+        "qkwatch retrofit: 0 sites patched, 0 refused; drift not measured"
+    ]
+
+
+def test_summary_golden():
+    alerts = [
+        Alert(Level.WARN, 30, "h.0", (1,), "early", ""),
+        Alert(Level.WARN, 20, "h[1]", (1,), "doubling", ""),
+        Alert(Level.WARN, 40, "*", (), "collapse", ""),
+        Alert(Level.FATAL, 1500, "h.0", (1,), "max_logit", ""),
+    ]
+    text = lines(summary(sites=2, readings=150, alerts=alerts, retrofits=[FakeReport(["h.0"], {}, 0.002)]))
+    assert text == [
+        "qkwatch watched 2 sites on 150 steps",
+        "  FATAL 1 at 1 site, first at step 1,500 (h.0: max_logit)",
+        "  WARN 3 at 2 sites, first at step 20 (h[1]: doubling)",
+        "qkwatch retrofit: 1 site patched, 0 refused; drift 0.002",
+        "  patched: h.0",
+    ]
+    calm = lines(summary(sites=1, readings=1, alerts=[], last=[reading()]))
+    assert calm[:2] == ["qkwatch watched 1 site on 1 step", "  no alerts"]
+    assert any("34.25 (0)" in line for line in calm)
+
+
+@pytest.mark.parametrize("kind", ["rich", "tqdm", "none"])
+def test_text_arrives_whole_above_a_live_bar(kind, tmp_path, monkeypatch):
+    """One line and one table, said in mid-epoch and after the bars are closed, in a real fit."""
+    pl = pytest.importorskip("lightning.pytorch")
+    from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    screen = StringIO()
+    monkeypatch.setattr("sys.stdout", screen)
+    console = Console(file=screen, width=100, force_terminal=kind == "rich", color_system=None)
+    monkeypatch.setattr("rich._console", console)
+    message = "enc[0].attn: head 3: max logit above 100 and rising [/] " + "x" * 20
+    texts = [alert_text(Alert(Level.WARN, step, "enc[0].attn", (3,), "rising", message)) for step in (2, 9)]
+    table = reading_table([reading()], title="step 2")
+
+    class Speaker(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx == 2:
+                say(texts[0], trainer.progress_bar_callback)
+                say(table, trainer.progress_bar_callback)
+
+        def on_fit_end(self, trainer, pl_module):
+            say(texts[1], trainer.progress_bar_callback)
+
+    bar = {"rich": RichProgressBar, "tqdm": TQDMProgressBar, "none": None}[kind]
+    trainer = pl.Trainer(
+        callbacks=[Speaker(), *([bar()] if bar else [])],
+        enable_progress_bar=bar is not None,
+        max_epochs=1,
+        limit_train_batches=5,
+        limit_val_batches=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+        accelerator="cpu",
+    )
+    trainer.fit(BoringModel())
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
+    shown = [line.strip() for line in re.split(r"[\r\n]+", plain)]
+    for text in (*(line for t in texts for line in lines(t, 100)), *lines(table, 100)):
+        assert not text or shown.count(text.strip()) == 1, text
+
+
+def test_say_prints_where_a_tqdm_bar_would_drop_the_text(capsys, monkeypatch):
+    class Closed:
+        def print(self, *args):
+            raise AssertionError("dropped")
+
+        @property
+        def train_progress_bar(self):
+            raise TypeError("not set up yet")
+
+    monkeypatch.setattr("rich._console", Console(width=80))
+    for bar in (Closed(), None, object()):
+        say(alert_text(Alert(Level.INFO, 1, "a", (0,), "sink", "a[0]: head 0")), bar)
+    assert capsys.readouterr().out == "qkwatch INFO step 1: a[0]: head 0\n" * 3
