@@ -1,17 +1,50 @@
-"""Watch attention while it trains; patch it to QK-norm in place when it saturates."""
+"""Watch attention while it trains; patch it to QK-norm in place when it saturates.
 
-from qkwatch.errors import QKWatchError
-from qkwatch.norms import Variant
-from qkwatch.observe import watch
-from qkwatch.plan import RetrofitPlan
-from qkwatch.retrofit import RetrofitReport, restore_, retrofit_, undo_
-from qkwatch.rules import Alert, Level, Thresholds
-from qkwatch.sites import Site, find_sites
-from qkwatch.stats import Reading
+from lightning.pytorch import Trainer
+from qkwatch import QKWatch
+
+Trainer(callbacks=[QKWatch()])
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qkwatch.callback import QKWatch
+    from qkwatch.errors import QKWatchError
+    from qkwatch.norms import Variant
+    from qkwatch.observe import watch
+    from qkwatch.plan import RetrofitPlan
+    from qkwatch.retrofit import RetrofitReport, restore_, retrofit_, undo_
+    from qkwatch.rules import Alert, Level, Thresholds
+    from qkwatch.sites import Site, find_sites
+    from qkwatch.stats import Reading
+
+__version__ = "0.1.0"
+
+# name -> where it lives; imported at first use, so that `qkwatch --help` needs no torch
+_HOMES = {
+    "Alert": "rules",
+    "Level": "rules",
+    "QKWatch": "callback",
+    "QKWatchError": "errors",
+    "Reading": "stats",
+    "RetrofitPlan": "plan",
+    "RetrofitReport": "retrofit",
+    "Site": "sites",
+    "Thresholds": "rules",
+    "Variant": "norms",
+    "find_sites": "sites",
+    "restore_": "retrofit",
+    "retrofit_": "retrofit",
+    "undo_": "retrofit",
+    "watch": "observe",
+}
 
 __all__ = [
     "Alert",
     "Level",
+    "QKWatch",
     "QKWatchError",
     "Reading",
     "RetrofitPlan",
@@ -25,3 +58,13 @@ __all__ = [
     "undo_",
     "watch",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'qkwatch' has no attribute {name!r}")
+    return getattr(import_module(f"qkwatch.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -33,6 +33,7 @@ class Core:
         dim: the key axis of ``logits``.
         mask, is_causal, scale: of a fused call; None, False, 1.0 otherwise.
         factor: q and k of PyTorch's unfused SDPA already carry this factor each.
+        bias: what was added to the product on its way to the softmax (masks, relative and linear biases).
     """
 
     q: Tensor
@@ -43,6 +44,7 @@ class Core:
     is_causal: bool = False
     scale: float = 1.0
     factor: float = 1.0
+    bias: Tensor | None = None
 
     @property
     def fused(self) -> bool:
@@ -77,7 +79,9 @@ class Core:
         shape, dim = self.logits.shape, self.dim % self.logits.ndim
         if dim == self.logits.ndim - 1:
             return shape[dim] != self.k.shape[-1] and shape[dim] == self.q.shape[-2]
-        return dim == self.logits.ndim - 2 and shape[dim] == self.q.shape[-2] and shape[-1] == self.k.shape[-1]
+        return (
+            dim == self.logits.ndim - 2 and shape[dim] == self.q.shape[-2] and shape[-1] == self.k.shape[-1]
+        )
 
 
 @dataclass
@@ -96,6 +100,7 @@ class _Info:
     product: _Product | None = None
     probs: object | None = None
     factor: float | None = None
+    bias: Tensor | None = None  # the largest that was added to a product
 
 
 _VIEWS = {
@@ -108,6 +113,7 @@ _VIEWS = {
 }
 # operation -> positions of the two factors
 _PRODUCTS = {aten.bmm: (0, 1), aten.mm: (0, 1), aten.baddbmm: (1, 2), aten.addmm: (1, 2)}
+_ADDS = {aten.add, aten.add_}
 _SOFTMAX = {getattr(aten, name) for name in ("_softmax", "_safe_softmax", "softmax") if hasattr(aten, name)}
 
 
@@ -180,7 +186,8 @@ class CoreCapture(TorchDispatchMode):
             self._fused(op, args, kwargs)
         elif op in _PRODUCTS:
             first, second = _PRODUCTS[op]
-            self._product(args[first], args[second], out)
+            bias = args[0] if op is aten.baddbmm and args[0].numel() > 1 else None
+            self._product(args[first], args[second], out, bias)
         elif op in _SOFTMAX:
             self._softmax(args[0], args[1], out)
         elif op is aten._native_multi_head_attention or op is aten._transformer_encoder_layer_fwd:
@@ -205,17 +212,19 @@ class CoreCapture(TorchDispatchMode):
             return
         mask_at, causal_at = _FUSED[op]
         scale = kwargs.get("scale")
+        mask = _argument(args, kwargs, mask_at, None)
         self._on_core(
             Core(
                 q=q,
                 k=k,
-                mask=_argument(args, kwargs, mask_at, None),
+                mask=mask,
+                bias=mask if mask is not None and mask.is_floating_point() else None,
                 is_causal=bool(_argument(args, kwargs, causal_at, False)),
                 scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
             )
         )
 
-    def _product(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+    def _product(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None) -> None:
         info_a, info_b = self._info(a), self._info(b)
         for info in (info_a, info_b):
             if info is not None and info.probs is not None:
@@ -225,19 +234,19 @@ class CoreCapture(TorchDispatchMode):
         if not weight_a and not weight_b:
             self._count += 1
             factor = (info_a.factor if info_a else None) if (info_b and info_b.factor) else None
-            self._tag(out, _Info(product=_Product(self._count, a, b, factor or 1.0)))
+            self._tag(out, _Info(product=_Product(self._count, a, b, factor or 1.0), bias=bias))
         elif out.numel() == (b if weight_a else a).numel():
             # a weight that mixes heads (talking heads) leaves logits logits
             other = info_b if weight_a else info_a
             if other is not None and other.product is not None:
-                self._tag(out, _Info(product=other.product))
+                self._tag(out, _Info(product=other.product, bias=other.bias))
 
     def _softmax(self, x: Tensor, dim: int, out: Tensor) -> None:
         info = self._info(x)
         if info is None or info.product is None:
             return
         product = info.product
-        core = Core(product.a, product.b, logits=x, dim=dim, factor=product.factor)
+        core = Core(product.a, product.b, logits=x, dim=dim, factor=product.factor, bias=info.bias)
         token = self._on_core(core)
         self._tag(out, _Info(probs=token if token is not None else True))
 
@@ -253,7 +262,11 @@ class CoreCapture(TorchDispatchMode):
                 self._tag(out, _Info(factor=float(args[1])))
             return
         products = [info.product for info in known if info.product is not None]
+        bias = next((info.bias for info in known if info.bias is not None), None)
+        if products and op in _ADDS:
+            bias = self._larger(bias, args)
         info = _Info(
+            bias=bias,
             weight=is_view and known[0].weight,
             product=min(products, key=lambda p: p.order) if products else None,
             probs=next((info.probs for info in known if info.probs is not None), None),
@@ -263,6 +276,14 @@ class CoreCapture(TorchDispatchMode):
             self._tag_all(out, info)
             if out is first and out._base is not None:  # written in place through a view
                 self._tag(out._base, info)
+
+    def _larger(self, bias: Tensor | None, args: Any) -> Tensor | None:
+        """Of what was added so far and what is added now, the one with more entries: a mask may be smaller."""
+        for tensor in _tensors(args[:2]):
+            info = self._info(tensor)
+            if (info is None or info.product is None) and (bias is None or tensor.numel() >= bias.numel()):
+                bias = tensor
+        return bias
 
     # -- the table ----------------------------------------------------------------------------------------
 

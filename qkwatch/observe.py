@@ -28,6 +28,7 @@ class Observer:
         rows: "all", "auto" (exact where it is cheap beside the layer itself, otherwise a sample) or a number.
         on_fault: called with (site name, exception) when a measurement fails; the forward pass goes on.
         keep_calls: keep each site's first inputs (for a retrofit), in ``site.call``.
+        known: sites that are not to be measured, but are no news either.
     """
 
     def __init__(
@@ -36,8 +37,10 @@ class Observer:
         rows: Rows = "auto",
         on_fault: Callable[[str, Exception], None] | None = None,
         keep_calls: bool = False,
+        known: Sequence[Site] = (),
     ):
         self._sites = {id(site.module): site for site in sites}
+        self._known = {id(site.module) for site in known} | set(self._sites)
         self._rows, self._on_fault = rows, on_fault
         self._stack = ModuleStack(self._left if keep_calls else None)
         self._capture = CoreCapture(
@@ -46,6 +49,7 @@ class Observer:
         self._kept: set[int] = set()
         self.packs: list[tuple[Site, Packed]] = []
         self.unseen: dict[str, str] = {}
+        self.strangers = False  # a core ran in none of the known sites
 
     def __enter__(self) -> Observer:
         self._stack.__enter__()
@@ -64,6 +68,8 @@ class Observer:
         site = self._site()
         if site is not None:
             self.packs.append((site, measure_at(site, core, self._rows)))
+        elif core.fused and not any(id(m) in self._known for m in self._stack.frames):
+            self.strangers = True
 
     def _fast_path(self, op: Any, args: tuple[Any, ...]) -> None:
         core, chain, _ = fast_path_core(op, args, list(reversed(self._stack.frames)))

@@ -35,9 +35,9 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Sequence[float]], float], str], ...] =
     ("entropy", "entropy", min, "{:.2f}"),
     ("saturated", "saturated", max, "{:.0%}"),
     ("grad signal", "grad_signal", min, "{:.2g}"),
-    ("rms q", "q_rms", max, "{:.3g}"),
-    ("rms k", "k_rms", max, "{:.3g}"),
 )
+_TIGHT = (0, 1, 0, 0)  # the table fits 80 columns
+_RMS = (("q_rms", max, "{:.3g}"), ("k_rms", max, "{:.3g}"))
 
 
 class Report(Protocol):
@@ -66,8 +66,9 @@ def alert_text(alert: Alert) -> Text:
 def reading_table(readings: Sequence[Reading], *, title: str = "attention", most: int = 24) -> Table:
     """A row per reading in model order: the worst head's value with that head in parentheses.
 
-    Worst is the lowest for entropy and gradient signal, the highest elsewhere. Of more than `most` readings
-    only those with the largest logits are shown; the caption counts the rest. "~" marks a sampled reading.
+    Worst is the lowest for entropy and gradient signal, the highest elsewhere; RMS q stands over RMS k. Of
+    more than `most` readings those with the largest logits are shown, and the caption counts the rest.
+    "~" marks a sampled reading.
     """
     shown = sorted(sorted(range(len(readings)), key=lambda i: -_severity(readings[i]))[:most])
     rows = [readings[i] for i in shown]
@@ -79,14 +80,18 @@ def reading_table(readings: Sequence[Reading], *, title: str = "attention", most
     if any(not r.exact for r in rows):
         notes.append("~ from a sample of the query rows")
     caption = Text("; ".join(notes)) if notes else None
-    table = Table(title=Text(title), caption=caption, box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("site", overflow="fold", min_width=12)
-    table.add_column("heads", justify="right")
-    for name, *_ in _COLUMNS:
-        table.add_column(name, justify="right")
-    for r in rows:
-        cells = (_worst(getattr(r, attribute), pick, form) for _, attribute, pick, form in _COLUMNS)
-        table.add_row(Text(("" if r.exact else "~") + _site(r.site)), str(r.heads), *cells)
+    table = Table(title=Text(title), caption=caption, box=SIMPLE_HEAD, show_edge=False, padding=_TIGHT)
+    table.add_column("site", overflow="fold", min_width=8)
+    table.add_column("heads", justify="right", no_wrap=True)
+    cells = [
+        [_worst(getattr(r, attribute), pick, form) for r in rows] for _, attribute, pick, form in _COLUMNS
+    ]
+    cells.append([Text("\n").join(_worst(getattr(r, a), pick, form) for a, pick, form in _RMS) for r in rows])
+    for name in (*(column[0] for column in _COLUMNS), "rms q, k"):
+        table.add_column(name.replace(" ", "\n", 1), justify="right")
+    for i, r in enumerate(rows):
+        site = Text(("" if r.exact else "~") + _site(r.site))
+        table.add_row(site, str(r.heads), *(column[i] for column in cells))
     return table
 
 

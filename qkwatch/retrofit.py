@@ -159,12 +159,18 @@ def plan_of(state_dict: Mapping[str, Any]) -> RetrofitPlan:
     return RetrofitPlan(tuple(plans))
 
 
-def match_(model: nn.Module, plan: RetrofitPlan) -> bool:
-    """Patch and unpatch until the model carries exactly this plan; whether anything had to be done."""
+def match_(model: nn.Module, plan: RetrofitPlan, present: Mapping[str, Any] | None = None) -> bool:
+    """Patch and unpatch until the model carries exactly this plan; whether anything had to be done.
+
+    Args:
+        present: the state_dict about to be loaded; a patch is taken away only where it holds the site's weights.
+    """
     wanted = {site.site: site for site in plan.sites}
     changed = False
     for name in patched_sites(model):
         child = _child(named_modules(model)[name])
+        if name not in wanted and present is not None and not any(k.startswith(f"{name}.") for k in present):
+            continue
         if name not in wanted or child.get_plan() != wanted[name].to_dict(gains=False):
             uninstall(model, name)
             changed = True

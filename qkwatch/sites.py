@@ -16,7 +16,17 @@ from qkwatch.errors import QKWatchError
 from qkwatch.layout import HeadLayout, default_layout
 from qkwatch.modules import ModuleStack, named_modules, unwrap
 from qkwatch.probe import Call, Refusal, Tap, find_taps, isolated, replay
-from qkwatch.stats import MAXIMA, Packed, Reading, logit_stats, merge, qk_stats, reading_from, row_budget
+from qkwatch.stats import (
+    MAXIMA,
+    Packed,
+    Reading,
+    logit_stats,
+    merge,
+    qk_stats,
+    reading_from,
+    row_budget,
+    with_bias,
+)
 
 Rows = int | str  # "all", "auto" or a number of query rows
 
@@ -90,7 +100,8 @@ def select(sites: Sequence[Site], layers: str | Sequence[str] | None) -> list[Si
     return [
         site
         for site in sites
-        if any(fnmatchcase(site.name, p) for p in wanted) and not any(fnmatchcase(site.name, p) for p in unwanted)
+        if any(fnmatchcase(site.name, p) for p in wanted)
+        and not any(fnmatchcase(site.name, p) for p in unwanted)
     ]
 
 
@@ -99,6 +110,17 @@ def select(sites: Sequence[Site], layers: str | Sequence[str] | None) -> list[Si
 
 def measure(core: Core, layout: HeadLayout, rows: Rows, self_attention: bool) -> Packed:
     """The per-head statistics of one core, still on its device (H, C)."""
+    packed = _measure(core, layout, rows, self_attention)
+    bias = core.bias
+    if bias is None or not bias.is_floating_point() or bias.numel() < 2:
+        return packed
+    shape = (core.q if core.logits is None else core.logits).shape
+    if layout == HeadLayout(layout.heads, "axis", -3) and len(shape) == 4 and bias.ndim <= 4:
+        return with_bias(packed, bias.detach()[(None,) * (4 - bias.ndim)])
+    return with_bias(packed, bias.detach().reshape(1, 1, 1, -1))  # not told apart by head
+
+
+def _measure(core: Core, layout: HeadLayout, rows: Rows, self_attention: bool) -> Packed:
     q, k = core.queries().detach(), core.keys().detach()
     if core.fused:
         q4 = layout.split(q)
@@ -106,7 +128,13 @@ def measure(core: Core, layout: HeadLayout, rows: Rows, self_attention: bool) ->
         mask = None if core.mask is None else _split_mask(core.mask.detach(), q, k, layout)
         budget = _rows(rows, q4.shape, k4.shape[-2])
         return qk_stats(
-            q4, k4, scale=core.scale, mask=mask, is_causal=core.is_causal, rows=budget, self_attention=self_attention
+            q4,
+            k4,
+            scale=core.scale,
+            mask=mask,
+            is_causal=core.is_causal,
+            rows=budget,
+            self_attention=self_attention,
         )
     logits = core.rows().detach()
     lead = logits.shape[:-2]
@@ -278,7 +306,9 @@ class Scout:
             if normed:
                 reason = "its queries and keys are normed already"
             elif taps.q.normed or taps.k.normed:
-                reason = f"its {'queries' if taps.q.normed else 'keys'} are normed already, the others are not"
+                reason = (
+                    f"its {'queries' if taps.q.normed else 'keys'} are normed already, the others are not"
+                )
             return Site(
                 self._names[id(module)],
                 taps.layout.heads,
@@ -334,7 +364,9 @@ class Scout:
         packs = [_put_together(s, site.layout) for s in group]
         if (None in packs or not site.self_attention) and site.call is not None:
             again: list[Packed | None] = []
-            replay(site.module, site.call, on_core=lambda core: again.append(measure_at(site, core, self._rows)))
+            replay(
+                site.module, site.call, on_core=lambda core: again.append(measure_at(site, core, self._rows))
+            )
             if len(again) == len(packs):
                 return again
         return packs
@@ -380,7 +412,9 @@ def _owner(chain: list[nn.Module]) -> nn.Module:
     return next((m for m in chain if _has_weights(m)), chain[0])
 
 
-def fast_path_core(op: Any, args: tuple[Any, ...], chain: list[nn.Module]) -> tuple[Core, list[nn.Module], Call]:
+def fast_path_core(
+    op: Any, args: tuple[Any, ...], chain: list[nn.Module]
+) -> tuple[Core, list[nn.Module], Call]:
     """The core inside PyTorch's fused inference path, from the operation's own arguments.
 
     ``_native_multi_head_attention`` and ``_transformer_encoder_layer_fwd`` hold projections, attention and more

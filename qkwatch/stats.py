@@ -14,16 +14,17 @@ import torch
 from torch import Tensor
 
 from .errors import QKWatchError
-from .kernels import BIG, EMPTY, LogitSource, Mask, QKSource, RowPlan, RowSums, Source, stream
+from .kernels import BIG, EMPTY, LogitSource, Mask, QKSource, RowPlan, RowSums, Source, hidden_below, stream
 
 MANY_KEYS = 16  # normalised entropy is taken over rows with so many visible keys where there are any
 SINK_MASS = 0.3  # a key with more than this of the mean mass is a sink
 MAX_SINKS = 3  # at most so many keys can have it: the masses of all keys add up to 1
 SHARP = 0.99  # a row whose largest weight is above this is saturated
 MIN_ROW_LEFT = 1e-4  # without its sinks a row with less mass than this is all rounding
+BIAS_BLOCK = 1 << 20  # elements of a bias looked at together
 MIN_HEAD_LEFT = 0.05  # a head with less mass than this off its sinks is a sink, not a collapsed head
 
-MAXIMA = ("max_logit", "margin", "sampled")
+MAXIMA = ("max_logit", "margin", "bias", "sampled")
 SUMS = (
     *(
         "measured",
@@ -58,6 +59,7 @@ class Reading:
     nonfinite: measured rows that held NaN or +inf; they are in none of the means.
     rows, excluded_rows: query rows (B x T) measured, and left out as fully masked or padded.
     exact: all rows were measured, not a sample.
+    bias_max: largest |additive bias| on entries that it leaves visible; None where none was seen.
     """
 
     site: str
@@ -77,6 +79,7 @@ class Reading:
     excluded_rows: int
     exact: bool
     step: int | None = None
+    bias_max: Tensor | None = None
 
     @property
     def heads(self) -> int:
@@ -213,7 +216,23 @@ def reading_from(packed: Packed, site: str, step: int | None = None) -> Reading:
         excluded_rows=int(column["excluded"].max()),
         exact=packed.exact and not bool(column["sampled"].any()),
         step=step,
+        bias_max=None if bool((column["bias"] < 0).all()) else measured(column["bias"]),
     )
+
+
+@torch.no_grad()
+def with_bias(packed: Packed, bias: Tensor) -> Packed:
+    """Note the largest |bias| among the entries that an additive mask `(B|1, H|1, Tq|1, Tk)` leaves visible."""
+    batch, heads, rows, keys = bias.shape
+    largest = bias.new_full((heads,), -torch.inf, dtype=torch.float32)
+    step = max(1, BIAS_BLOCK // (batch * heads * keys))
+    for start in range(0, rows, step):
+        block = bias.detach()[:, :, start : start + step].float()
+        block = torch.where(block > hidden_below(bias.dtype), block.abs(), -torch.inf)
+        largest = torch.maximum(largest, block.amax((0, 2, 3)))
+    values = packed.values.clone()
+    values[:, COLUMNS.index("bias")] = largest.to(values)
+    return Packed(values, packed.exact)
 
 
 def _row_plan(q_len: int, rows: int | None, device: torch.device) -> RowPlan:
@@ -242,7 +261,7 @@ def _measure(source: Source, q: Tensor | None, k: Tensor | None, self_attention:
     plan = source.mask.plan
     zero = torch.zeros(heads, device=plan.device)
     figures = dict.fromkeys(COLUMNS, zero)
-    figures |= {"max_logit": zero - torch.inf, "margin": zero - torch.inf, "sampled": zero + (not plan.exact)}
+    figures |= dict.fromkeys(MAXIMA, zero - torch.inf) | {"sampled": zero + (not plan.exact)}
     if batch * heads * rows * k_len:
         padded = source.mask.unseen() if self_attention and plan.q_len == k_len else None
         padded = None if padded is None else plan.take(padded, -1)
@@ -315,6 +334,8 @@ def _without_sinks(
     logits = source.columns(index)  # (B, H, R, C)
     drop = ((largest > SINK_MASS) & (index > 0)).unsqueeze(2) & (logits > EMPTY)
     t = (logits - sums.peak.unsqueeze(-1)).clamp(max=0)
+    # a sink that is the row's peak must cancel exactly, whatever rounding recomputing its logit brings
+    t = t.masked_fill(t > -1e-6 * (1 + sums.peak.abs().unsqueeze(-1)), 0)
     e = torch.where(drop, t.exp(), 0)
     z = sums.z - e.sum(-1)
     zt = sums.zt - (e * t.clamp(min=EMPTY)).sum(-1)

@@ -93,7 +93,9 @@ def _run(site: Site, call: Call, *, measured: bool = False) -> _Run:
         queries, keys = core.queries().detach(), core.keys().detach()
         q.append(_norms(site, core, queries))
         k_lengths = _norms(site, core, keys)
-        k.append(k_lengths[:, :: max(1, k_lengths.shape[1] // site.k_heads)])  # not repeated for their queries
+        k.append(
+            k_lengths[:, :: max(1, k_lengths.shape[1] // site.k_heads)]
+        )  # not repeated for their queries
         if core.fused:
             scales.append(core.scale)
         else:
@@ -233,7 +235,10 @@ def _logit_scale(site: Site, norm: QKNorm) -> float:
 
 def _check_bound(norm: QKNorm, grown: _Run, ratios: tuple[float, float]) -> None:
     """However the projections grow, no query and no key leaves longer than its gain allows."""
-    for what, side, norms, ratio in (("queries", norm.q, grown.q, ratios[0]), ("keys", norm.k, grown.k, ratios[1])):
+    for what, side, norms, ratio in (
+        ("queries", norm.q, grown.q, ratios[0]),
+        ("keys", norm.k, grown.k, ratios[1]),
+    ):
         longest = torch.stack([n.amax((0, 2)) for n in norms]).amax(0)
         allowed = side.max_norm().detach().to(longest) * ratio * 1.03
         if not bool((longest <= allowed).all()):

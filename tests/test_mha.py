@@ -160,20 +160,23 @@ def test_autocast_keeps_the_dtype():
 
 
 def by_hand(mha: nn.MultiheadAttention, norm: QKNorm, x: Tensor) -> Tensor:
-    """Dense float64 reference of batch-first self-attention with add_bias_kv."""
+    """Dense float64 reference of batch-first self-attention: bias_k is normed, the zero key stays zero."""
     mha, norm, x = copy.deepcopy(mha).double(), copy.deepcopy(norm).double(), x.double()
     q, k, v = F.linear(x, mha.in_proj_weight, mha.in_proj_bias).chunk(3, -1)
     if mha.bias_k is not None:
         k, v = (torch.cat([t, b.expand(len(t), -1, -1)], 1) for t, b in ((k, mha.bias_k), (v, mha.bias_v)))
     q, k, v = (t.unflatten(-1, (mha.num_heads, mha.head_dim)) for t in (q, k, v))
-    logits = torch.einsum("blhd,bshd->bhls", norm.q(q), norm.k(k)) / mha.head_dim**0.5
+    q, k = norm.q(q), norm.k(k)
+    if mha.add_zero_attn:
+        k, v = (torch.cat([t, torch.zeros_like(t[:, :1])], 1) for t in (k, v))
+    logits = torch.einsum("blhd,bshd->bhls", q, k) / mha.head_dim**0.5
     return mha.out_proj(torch.einsum("bhls,bshd->blhd", logits.softmax(-1), v).flatten(2))
 
 
 @pytest.mark.parametrize("variant", ["l2", "qwen3", "chameleon", "olmo2", "gemma3", "swinv2"])
-@pytest.mark.parametrize("bias_kv", [False, True])
-def test_norm_sits_between_projection_and_product(variant, bias_kv):
-    mha = nn.MultiheadAttention(E, H, batch_first=True, add_bias_kv=bias_kv)
+@pytest.mark.parametrize("extra", [{}, {"add_bias_kv": True}, {"add_bias_kv": True, "add_zero_attn": True}])
+def test_norm_sits_between_projection_and_product(variant, extra):
+    mha = nn.MultiheadAttention(E, H, batch_first=True, **extra)
     norm = random_norm(variant)
     x = torch.randn(2, 5, E)
     expected = by_hand(mha, norm, x)

@@ -240,6 +240,14 @@ def test_tensor_learning_rates_are_not_shared() -> None:
     for step in range(3):
         tick(opt, scheduler, step)
     assert [g["lr"].item() for g in opt.param_groups] == [pytest.approx(0.0125)] * 2
+    assert opt.param_groups[0]["lr"] is not opt.param_groups[1]["lr"]
+
+
+def test_what_greedy_resets_to_grows_too() -> None:
+    model, opt = build()
+    scheduler = greedy(opt)
+    add_parameters([opt], gains(), beside=[model.first.weight], schedulers=[scheduler])
+    assert scheduler._init_lrs == [0.1, 0.02, 0.1]
 
 
 def test_lists_are_replaced_so_that_a_saved_state_keeps_its_own() -> None:
@@ -494,7 +502,7 @@ def test_mixed_muon_groups() -> None:
     timm = pytest.importorskip("timm.optim")
     model = Block()
     opt = timm.Muon(two_groups(model), lr=0.1)
-    late = gains()
+    late = gains(shape=(8, 8))
     add_parameters([opt], late, beside=[model.first.weight])
     feed([p for _, p in late], 0)
     opt.step()
@@ -527,6 +535,9 @@ def test_several_optimizers_and_frozen_blocks() -> None:
     assert opts[1].param_groups[2][GROUP_KEY] == 0
     assert add_parameters(opts, gains(1), beside=list(frozen.parameters())) == [(1, 3)]
     assert opts[1].param_groups[3][GROUP_KEY] == 1
+    turned = [torch.optim.AdamW(one_group(two)), torch.optim.SGD(one.norm.parameters(), lr=0.1)]
+    turned[1].add_param_group({"params": list(frozen.parameters())})
+    assert add_parameters(turned, gains(1)) == [(0, 1)]
 
 
 def test_wrappers_are_looked_through() -> None:
@@ -645,7 +656,9 @@ def test_resume_is_bit_identical(make: Any, name: str, how: str) -> None:
     scheduler = SCHEDULERS[name](opt)
     advance(model, opt, scheduler, range(AT))
     model.add_gains()
-    add_parameters([opt], model.gains(), beside=list(model.parameters()), schedulers=[scheduler])
+    beside = {"first.q_gain": list(model.parameters()), "first.k_gain": [model.first.weight]}
+    places = add_parameters([opt], model.gains(), beside=beside, schedulers=[scheduler])
+    assert places == [(0, 2), (0, 3)]
     for start in (AT, AT + 5):  # patch, save, resume, save, resume
         advance(model, opt, scheduler, range(start, start + 5))
         names = json.loads(json.dumps([group_names(opt, model)]))

@@ -16,17 +16,12 @@ from tensorboard import plugin_util
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 
+from qkwatch.heatmaps import ABSENT, ENTROPY, LOGITS, History, heat_map, short_names
 from qkwatch.panels import (
-    ABSENT,
-    ENTROPY,
-    LOGITS,
     PER_SITE,
-    History,
     Panels,
     custom_layout,
     escape,
-    heat_map,
-    short_names,
 )
 from qkwatch.rules import Alert, Forecast, Level
 from qkwatch.stats import Reading
@@ -301,13 +296,16 @@ def test_texts_are_shown_as_they_are(board):
     logger, read = board
     panels = Panels([logger])
     forecast = Forecast(0, {1000.0: (81.0, 118.0, 204.0)})
-    panels.alerts([alert(site=HARD, heads=(0, 1, 2, 7), forecast=forecast), alert(site="*", heads=())], 7)
+    panels.alerts(
+        [alert(site=HARD, heads=(0, 1, 2, 7), forecast=forecast), alert(site="*", heads=()), alert(site="")],
+        7,
+    )
     panels.alerts([], 8)
     panels.retrofit(f"```\n{HARD}\n  two", 9)
     (table,) = texts(read(), "qkwatch/alerts")
     cells = [cell for cell in shown(table).split("\x00") if cell.strip()]
     assert cells[6:12] == ["WARN", HARD, "0-2, 7", "rising", "m", forecast.text()]
-    assert cells[12:] == ["WARN", "all layers", "rising", "m"]
+    assert cells[12:] == ["WARN", "all layers", "rising", "m", "WARN", "model", "0", "rising", "m"]
     (report,) = texts(read(), "qkwatch/retrofits")
     assert "<code>" in plugin_util.markdown_to_safe_html(report)
     assert f"```\n{HARD}\n  two" in shown(report)

@@ -50,7 +50,7 @@ def reading(
     )
 
 
-def lines(renderable, width: int = 110) -> list[str]:
+def lines(renderable, width: int = 100) -> list[str]:
     console = Console(file=StringIO(), width=width, record=True, color_system=None)
     console.print(renderable)
     return [line.rstrip() for line in console.export_text().splitlines()]
@@ -68,14 +68,15 @@ def test_alert_text_is_markup_safe_and_coloured_by_level():
 def test_reading_table_golden():
     rows = [reading(), reading("enc[1].attn", (1234.5, math.inf), exact=False, entropy=(NAN, NAN))]
     assert lines(reading_table(rows, title="step 30")) == [
-        "                                                 step 30",
-        "",
-        " site            heads   max logit   margin        entropy   saturated   grad signal     rms q     rms k",
-        " ───────────────────────────────────────────────────────────────────────────────────────────────────────",
-        " layers.0.attn       2   34.25 (0)   30 (0)       0.12 (1)     54% (1)     0.031 (1)   2.5 (1)   1.5 (0)",
-        " ~enc[1].attn        2     inf (1)   30 (0)   not measured     54% (1)     0.031 (1)   2.5 (1)   1.5 (0)",
-        "",
-        "                                    ~ from a sample of the query rows",
+        "                                       step 30",
+        "                            max                                        grad      rms",
+        "site           heads      logit  margin       entropy  saturated     signal     q, k",
+        "─────────────────────────────────────────────────────────────────────────────────────",
+        "layers.0.attn      2  34.25 (0)  30 (0)      0.12 (1)    54% (1)  0.031 (1)  2.5 (1)",
+        "                                                                             1.5 (0)",
+        "~enc[1].attn       2    inf (1)  30 (0)  not measured    54% (1)  0.031 (1)  2.5 (1)",
+        "                                                                             1.5 (0)",
+        "                          ~ from a sample of the query rows",
     ]
 
 
@@ -102,9 +103,8 @@ def test_retrofit_text_golden():
         "  patched: h.0[x], h.1",
         "  refused: h.2: no projection owns k",
     ]
-    assert lines(retrofit_text(FakeReport())) == [
-        "qkwatch retrofit: 0 sites patched, 0 refused; drift not measured"
-    ]
+    nothing = "qkwatch retrofit: 0 sites patched, 0 refused; drift not measured"
+    assert lines(retrofit_text(FakeReport())) == [nothing]
 
 
 def test_summary_golden():
@@ -136,8 +136,8 @@ def test_text_arrives_whole_above_a_live_bar(kind, tmp_path, monkeypatch):
 
     screen = StringIO()
     monkeypatch.setattr("sys.stdout", screen)
-    console = Console(file=screen, width=100, force_terminal=kind == "rich", color_system=None)
-    monkeypatch.setattr("rich._console", console)
+    look = {"file": screen, "width": 100, "force_terminal": kind == "rich", "color_system": None}
+    monkeypatch.setattr("rich._console", Console(**look))
     message = "enc[0].attn: head 3: max logit above 100 and rising [/] " + "x" * 20
     texts = [alert_text(Alert(Level.WARN, step, "enc[0].attn", (3,), "rising", message)) for step in (2, 9)]
     table = reading_table([reading()], title="step 2")
@@ -151,10 +151,10 @@ def test_text_arrives_whole_above_a_live_bar(kind, tmp_path, monkeypatch):
         def on_fit_end(self, trainer, pl_module):
             say(texts[1], trainer.progress_bar_callback)
 
-    bar = {"rich": RichProgressBar, "tqdm": TQDMProgressBar, "none": None}[kind]
+    bars = {"rich": lambda: [RichProgressBar(console_kwargs=look)], "tqdm": lambda: [TQDMProgressBar()]}
     trainer = pl.Trainer(
-        callbacks=[Speaker(), *([bar()] if bar else [])],
-        enable_progress_bar=bar is not None,
+        callbacks=[Speaker(), *bars.get(kind, list)()],
+        enable_progress_bar=kind in bars,
         max_epochs=1,
         limit_train_batches=5,
         limit_val_batches=1,
@@ -184,3 +184,11 @@ def test_say_prints_where_a_tqdm_bar_would_drop_the_text(capsys, monkeypatch):
     for bar in (Closed(), None, object()):
         say(alert_text(Alert(Level.INFO, 1, "a", (0,), "sink", "a[0]: head 0")), bar)
     assert capsys.readouterr().out == "qkwatch INFO step 1: a[0]: head 0\n" * 3
+
+
+def test_the_table_fits_an_80_column_terminal():
+    rows = [reading(f"model.layers.{i}.self_attn", (1234.5, 1.0), k_rms=(NAN, NAN)) for i in range(3)]
+    text = "\n".join(lines(reading_table(rows), width=80))
+    assert "…" not in text
+    assert "q, k\n" in text
+    assert text.count("measured\n") == 3

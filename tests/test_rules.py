@@ -203,6 +203,18 @@ def test_growth_is_seen_before_it_has_doubled_past_the_first_limit(growth, sigma
         assert 40.0 * math.exp(growth * warned / 10) < 100.0
 
 
+def test_one_odd_low_reading_is_no_base_for_doubling():
+    steady = [[56.0], [55.0], [57.0], [20.0], [56.0], [55.0], [56.0]]
+    assert [a.level for a in run(Rules(), steady)] == [Level.INFO]
+
+
+def test_a_slow_rise_is_seen_on_a_slow_scale_only():
+    """2 % per 100 steps: within a window of readings it is flat."""
+    tops = [[60.0 * math.exp(0.002 * i)] for i in range(300)]
+    assert any(a.level == Level.WARN for a in run(Rules(), tops))
+    assert not any(a.level == Level.WARN for a in run(Rules(), tops[:60]))
+
+
 def test_maxima_fall_after_a_calm_step():
     rules = Rules()
     run(rules, [[20.0], [300.0], [300.0]])
