@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from qkwatch.plan import RetrofitPlan
     from qkwatch.retrofit import RetrofitReport, restore_, retrofit_, undo_
     from qkwatch.rules import Alert, Level, Thresholds
-    from qkwatch.sites import Site, find_sites
+    from qkwatch.scout import find_sites
+    from qkwatch.sites import Site
     from qkwatch.stats import Reading
 
 __version__ = "0.1.0"
@@ -34,7 +35,7 @@ _HOMES = {
     "Site": "sites",
     "Thresholds": "rules",
     "Variant": "norms",
-    "find_sites": "sites",
+    "find_sites": "scout",
     "restore_": "retrofit",
     "retrofit_": "retrofit",
     "undo_": "retrofit",

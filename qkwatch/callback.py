@@ -167,16 +167,12 @@ class QKWatch(*trainers.callback_bases()):  # type: ignore[misc]
         for name, least in (("every_n_steps", 1), ("ramp_steps", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise QKWatchError(
-                    f"QKWatch {name} must be a whole number of at least {least}, got {value!r}"
-                )
+                raise QKWatchError(f"QKWatch {name} must be a whole number of at least {least}, got {value!r}")
         for name, value in (("cap", self.cap), ("max_gain", self.max_gain)):
             if value is not None and not value > 0:
                 raise QKWatchError(f"QKWatch {name} must be positive, got {value!r}")
         if not isinstance(self.thresholds, Thresholds):
-            raise QKWatchError(
-                f"QKWatch thresholds must be a Thresholds, got {type(self.thresholds).__name__}"
-            )
+            raise QKWatchError(f"QKWatch thresholds must be a Thresholds, got {type(self.thresholds).__name__}")
 
     @property
     def state_key(self) -> str:
@@ -268,9 +264,7 @@ class QKWatch(*trainers.callback_bases()):  # type: ignore[misc]
         trainers.average_gradients(trainer, self._new)
 
     @guarded
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         assert self._monitor is not None
         self._monitor.end_forward()
         step = self._step_at_start
@@ -287,9 +281,7 @@ class QKWatch(*trainers.callback_bases()):  # type: ignore[misc]
         if self._pending is None:
             self._monitor.drop_calls()
 
-    def _take(
-        self, trainer: Any, pl_module: Any, step: int, readings: list[Reading], alerts: list[Alert]
-    ) -> None:
+    def _take(self, trainer: Any, pl_module: Any, step: int, readings: list[Reading], alerts: list[Alert]) -> None:
         self.readings = readings
         self.history.append((step, readings))
         self._measured += 1

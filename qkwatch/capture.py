@@ -79,9 +79,7 @@ class Core:
         shape, dim = self.logits.shape, self.dim % self.logits.ndim
         if dim == self.logits.ndim - 1:
             return shape[dim] != self.k.shape[-1] and shape[dim] == self.q.shape[-2]
-        return (
-            dim == self.logits.ndim - 2 and shape[dim] == self.q.shape[-2] and shape[-1] == self.k.shape[-1]
-        )
+        return dim == self.logits.ndim - 2 and shape[dim] == self.q.shape[-2] and shape[-1] == self.k.shape[-1]
 
 
 @dataclass
@@ -105,10 +103,30 @@ class _Info:
 
 _VIEWS = {
     getattr(aten, name)
-    for name in (
-        "t transpose permute view _unsafe_view reshape expand slice select narrow squeeze unsqueeze detach alias "
-        "_to_copy clone contiguous unbind split split_with_sizes chunk as_strided"
-    ).split()
+    for name in [
+        "t",
+        "transpose",
+        "permute",
+        "view",
+        "_unsafe_view",
+        "reshape",
+        "expand",
+        "slice",
+        "select",
+        "narrow",
+        "squeeze",
+        "unsqueeze",
+        "detach",
+        "alias",
+        "_to_copy",
+        "clone",
+        "contiguous",
+        "unbind",
+        "split",
+        "split_with_sizes",
+        "chunk",
+        "as_strided",
+    ]
     if hasattr(aten, name)
 }
 # operation -> positions of the two factors

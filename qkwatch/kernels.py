@@ -91,7 +91,7 @@ def shown(mask: Tensor) -> Tensor:
 
 
 class Mask:
-    """A bool (True = visible) or additive mask, broadcastable to `(B, H, Tq, Tk)`, and the causal triangle."""
+    """A bool (True = visible) or additive mask, broadcast to `(B, H, Tq, Tk)`, and the causal triangle."""
 
     def __init__(self, mask: Tensor | None, is_causal: bool, plan: RowPlan, k_len: int) -> None:
         self.plan = plan
@@ -114,7 +114,7 @@ class Mask:
         return (seen if self.is_causal else torch.full_like(seen, k_len)).float()
 
     def block(self, block: Block) -> tuple[Tensor | None, int, Tensor | None]:
-        """`(visible, start, bias)`: 1/0 floats for keys from `start` on (None: all visible), additive bias."""
+        """`(visible, start, bias)`: 1/0 floats for keys from `start` on (None: all are), additive bias."""
         if self.mask is not None:
             part = self._part(self.mask, block)
             return self._visible(part, block).float(), 0, None if part.dtype == torch.bool else part.float()
@@ -139,7 +139,7 @@ class Mask:
         return seen.logical_not_()
 
     def columns(self, index: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """`(visible, bias)` of the keys `index` `(B, H, C)` for the measured rows, each `(B, H, R, C)` or None."""
+        """`(visible, bias)` of the keys `index` `(B, H, C)` in the measured rows, each `(B, H, R, C)`."""
         batch, heads, columns = index.shape
         visible: Tensor | None = None
         bias: Tensor | None = None
@@ -164,9 +164,7 @@ class Mask:
 
     def _part(self, mask: Tensor, block: Block) -> Tensor:
         """The block's rectangle of the mask, broadcast axes kept at 1."""
-        b, h = (
-            s if size > 1 else slice(None) for s, size in zip((block.b, block.h), mask.shape, strict=False)
-        )
+        b, h = (s if size > 1 else slice(None) for s, size in zip((block.b, block.h), mask.shape, strict=False))
         part = mask[b, h, :, : block.width]
         if part.shape[2] == 1:
             return part
@@ -190,7 +188,7 @@ class Source(Protocol):
 
 
 def scrub(x: Tensor) -> Tensor:
-    """NaN and inf to +-BIG, in place: a product with 0 hides them now, and no row's NaN leaks into another."""
+    """NaN and inf to +-BIG, in place: a product with 0 hides them now, and no NaN leaks between rows."""
     return x.nan_to_num_(nan=BIG, posinf=BIG, neginf=-BIG)
 
 
@@ -254,7 +252,7 @@ class LogitSource:
 
 
 def stream(source: Source, padded: Tensor | None) -> tuple[RowSums, Tensor]:
-    """Reduce all logits to `RowSums` and the mass of each key but key 0, summed over live rows, `(B, H, Tk)`.
+    """Reduce all logits to `RowSums` and the mass of each key but key 0, summed over rows, `(B, H, Tk)`.
 
     `padded`: bool `(B|1, H|1, R)`, measured rows that are padding; they, fully masked and broken rows give none.
     """

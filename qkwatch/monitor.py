@@ -16,10 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from qkwatch.layout import HeadLayout
+from qkwatch.measure import Rows
 from qkwatch.modules import named_modules
 from qkwatch.observe import Observer, readings_of
 from qkwatch.rules import Alert, Rules, Thresholds
-from qkwatch.sites import Rows, Scout, Site, select
+from qkwatch.scout import Scout
+from qkwatch.sites import Site, select
 from qkwatch.stats import COLUMNS, MAXIMA, Packed, Reading, merge
 
 _RESCOUTS = 3  # how often cores of unknown sites may make the monitor look for sites anew

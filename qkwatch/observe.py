@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from qkwatch.capture import Core, CoreCapture
+from qkwatch.measure import Rows, measure_at
 from qkwatch.modules import ModuleStack
 from qkwatch.probe import Call
-from qkwatch.sites import Rows, Scout, Site, fast_path_core, measure_at, select
+from qkwatch.scout import Scout, fast_path_core
+from qkwatch.sites import Site, select
 from qkwatch.stats import Packed, Reading, reading_from
 
 
@@ -43,9 +45,7 @@ class Observer:
         self._known = {id(site.module) for site in known} | set(self._sites)
         self._rows, self._on_fault = rows, on_fault
         self._stack = ModuleStack(self._left if keep_calls else None)
-        self._capture = CoreCapture(
-            self._saw, on_unseen=self._unseen, on_fault=self._fault, fast_path=self._fast_path
-        )
+        self._capture = CoreCapture(self._saw, on_unseen=self._unseen, on_fault=self._fault, fast_path=self._fast_path)
         self._kept: set[int] = set()
         self.packs: list[tuple[Site, Packed]] = []
         self.unseen: dict[str, str] = {}

@@ -104,9 +104,7 @@ class SitePlan:
         """Raises `QKWatchError` where the data is of another version or not a plan."""
         try:
             if data["version"] != VERSION:
-                raise QKWatchError(
-                    f"the plan is of version {data['version']!r}, this qkwatch reads {VERSION}"
-                )
+                raise QKWatchError(f"the plan is of version {data['version']!r}, this qkwatch reads {VERSION}")
             taps = data["taps"]
             return cls(
                 site=data["site"],

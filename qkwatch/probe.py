@@ -131,9 +131,7 @@ def replay(
     capture = CoreCapture(on_core or cores.append, on_fault=faults.append)
     handles = []
     if cut:
-        handles = [
-            m.register_forward_hook(_cutter(leaves)) for m in module.modules() if _parametrised(m, module)
-        ]
+        handles = [m.register_forward_hook(_cutter(leaves)) for m in module.modules() if _parametrised(m, module)]
     for target, change in (edit or {}).items():
         handles.append(target.register_forward_hook(lambda m, a, out, change=change: change(out)))
     args, kwargs = call.fresh()
@@ -196,9 +194,7 @@ def find_taps(site: nn.Module, call: Call) -> Taps:
     try:
         run = replay(site, call, cut=True)
     except Exception as error:
-        raise Refusal(
-            f"its forward could not be run again by itself ({type(error).__name__}: {error})"
-        ) from error
+        raise Refusal(f"its forward could not be run again by itself ({type(error).__name__}: {error})") from error
     if not run.cores:
         raise Refusal("run again by itself, it computes no attention")
     found = [_taps_of(site, core, run.leaves) for core in run.cores[:4]]
@@ -234,17 +230,13 @@ def _same_input(a: Leaf, b: Leaf) -> bool:
     if a.module is b.module or not (a.args and b.args):
         return True
     x, y = a.args[0], b.args[0]
-    return x is y or (
-        isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape == y.shape and torch.equal(x, y)
-    )
+    return x is y or (isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape == y.shape and torch.equal(x, y))
 
 
 # -- gradients ----------------------------------------------------------------------------------------------
 
 
-def _trace(
-    site: nn.Module, core_tensor: Tensor, leaves: list[Leaf], what: str
-) -> tuple[Leaf, Tensor, Tensor]:
+def _trace(site: nn.Module, core_tensor: Tensor, leaves: list[Leaf], what: str) -> tuple[Leaf, Tensor, Tensor]:
     """The leaf that feeds q (or k), the number of the core row-block each of its elements feeds, and one row's.
 
     Returns:
@@ -266,17 +258,11 @@ def _trace(
     tensors = [leaf.tensor for leaf in leaves]
     raw = {name: p for name, p in site.named_parameters() if p.requires_grad}
     grads = backward(seed, tensors + list(raw.values()))
-    feeding = [
-        (leaf, g) for leaf, g in zip(leaves, grads, strict=False) if g is not None and g.count_nonzero()
-    ]
-    used = [
-        n for n, g in zip(raw, grads[len(leaves) :], strict=True) if g is not None and bool(g.count_nonzero())
-    ]
+    feeding = [(leaf, g) for leaf, g in zip(leaves, grads, strict=False) if g is not None and g.count_nonzero()]
+    used = [n for n, g in zip(raw, grads[len(leaves) :], strict=True) if g is not None and bool(g.count_nonzero())]
     if any(raw[name].ndim > 1 for name in used):
         degree = _degree(core_tensor, [raw[name] for name in used])
-        raise Refusal(
-            f"the {what} are projected by {used[0]!r} itself, not by a module's forward", normed=degree < 0.1
-        )
+        raise Refusal(f"the {what} are projected by {used[0]!r} itself, not by a module's forward", normed=degree < 0.1)
     if not feeding:
         raise Refusal(f"no projection of its own feeds the {what}", widen=True)
     modules = {id(leaf.module): leaf.module for leaf, _ in feeding}
@@ -325,9 +311,7 @@ def _channels(
     radix = 8 if core_tensor.dtype in (torch.float16, torch.bfloat16) else 1024
     head_axis = None
     if len(heads) == 1 and len(lead) >= 2:
-        apart = (
-            core_tensor.ndim >= 4
-        )  # else keys may be repeated for their query heads: their numbers are means
+        apart = core_tensor.ndim >= 4  # else keys may be repeated for their query heads: their numbers are means
         wanted = core_tensor.shape[-3] if apart else lead[-1]
         others = (a for a in range(leaf.ndim) if a != axis)
         head_axis = next((a for a in others if _is_head_axis(codes, a, place, wanted, apart)), None)
@@ -335,9 +319,7 @@ def _channels(
     if len(widths) != 1:
         raise Refusal(f"the heads of the {what} have different widths in their projection")
     if widths != {dim}:
-        raise Refusal(
-            f"a head's {what} are {dim} wide, but only {widths.pop()} of it come from the projection"
-        )
+        raise Refusal(f"a head's {what} are {dim} wide, but only {widths.pop()} of it come from the projection")
     numbers = [sum(d * radix**i for i, d in enumerate(code)) for code, _ in heads]
     if head_axis is not None:
         count = leaf.shape[head_axis]
@@ -404,9 +386,7 @@ def _degree(core_tensor: Tensor, sources: list[Tensor]) -> float:
     """Euler's degree of q in what feeds it: 1 of something linear, 0 where a norm takes the length away."""
     seed = core_tensor.detach()
     grads = torch.autograd.grad(core_tensor, sources, seed, retain_graph=True, allow_unused=True)
-    pairs = [
-        (g.float() * s.detach().float()).sum() for g, s in zip(grads, sources, strict=True) if g is not None
-    ]
+    pairs = [(g.float() * s.detach().float()).sum() for g, s in zip(grads, sources, strict=True) if g is not None]
     return float(sum(pairs) / seed.float().square().sum().clamp_min(1e-30))
 
 

@@ -74,18 +74,14 @@ def reading_table(readings: Sequence[Reading], *, title: str = "attention", most
     rows = [readings[i] for i in shown]
     notes = []
     if len(rows) < len(readings):
-        notes.append(
-            f"the {len(rows)} largest of {len(readings)} by max logit; {len(readings) - len(rows)} left out"
-        )
+        notes.append(f"the {len(rows)} largest of {len(readings)} by max logit; {len(readings) - len(rows)} left out")
     if any(not r.exact for r in rows):
         notes.append("~ from a sample of the query rows")
     caption = Text("; ".join(notes)) if notes else None
     table = Table(title=Text(title), caption=caption, box=SIMPLE_HEAD, show_edge=False, padding=_TIGHT)
     table.add_column("site", overflow="fold", min_width=8)
     table.add_column("heads", justify="right", no_wrap=True)
-    cells = [
-        [_worst(getattr(r, attribute), pick, form) for r in rows] for _, attribute, pick, form in _COLUMNS
-    ]
+    cells = [[_worst(getattr(r, attribute), pick, form) for r in rows] for _, attribute, pick, form in _COLUMNS]
     cells.append([Text("\n").join(_worst(getattr(r, a), pick, form) for a, pick, form in _RMS) for r in rows])
     for name in (*(column[0] for column in _COLUMNS), "rms q, k"):
         table.add_column(name.replace(" ", "\n", 1), justify="right")
@@ -98,9 +94,7 @@ def reading_table(readings: Sequence[Reading], *, title: str = "attention", most
 def retrofit_text(report: Report) -> Text:
     """What a retrofit did: sites patched, the drift that was measured, and each refusal with its reason."""
     text = Text("qkwatch retrofit: ", style="bold")
-    text.append(
-        f"{_count(len(report.applied), 'site')} patched", style="green" if report.applied else "yellow"
-    )
+    text.append(f"{_count(len(report.applied), 'site')} patched", style="green" if report.applied else "yellow")
     text.append(f", {len(report.refused)} refused; drift {_drift(report.drift)}", style="not bold")
     if report.applied:
         text.append(f"\n  patched: {_few([_site(name) for name in report.applied])}", style="not bold")

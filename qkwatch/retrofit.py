@@ -110,11 +110,7 @@ def undo_(model: nn.Module) -> list[str]:
 
 def patched_sites(model: nn.Module) -> list[str]:
     """Names of the sites that carry a patch."""
-    return [
-        name
-        for name, module in named_modules(model).items()
-        if isinstance(module._modules.get(CHILD), QKNorm)
-    ]
+    return [name for name, module in named_modules(model).items() if isinstance(module._modules.get(CHILD), QKNorm)]
 
 
 def norm_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -122,9 +122,7 @@ class Thresholds:
         if self.warn_collapsed_share > self.critical_collapsed_share:
             raise QKWatchError("Thresholds.warn_collapsed_share must not be above critical_collapsed_share")
         if self.critical_readings > self.window:
-            raise QKWatchError(
-                "Thresholds.critical_readings must not be above window: older readings are gone"
-            )
+            raise QKWatchError("Thresholds.critical_readings must not be above window: older readings are gone")
 
 
 @dataclass(frozen=True)
@@ -311,9 +309,7 @@ class Rules:
                 f"{_STATE_VERSION}; leave it out (only the alerts' past is lost)"
             )
         self._past = {
-            site: _History(
-                count, [[_Row(*row) for row in rows[-self.thresholds.window :]] for rows in scales]
-            )
+            site: _History(count, [[_Row(*row) for row in rows[-self.thresholds.window :]] for rows in scales])
             for site, (count, scales) in state["past"].items()
         }
         self._active = {
@@ -358,9 +354,7 @@ class Rules:
         active.heads, active.waiting, active.told = (active.heads & f.hold) | fresh, set(), count
         return fresh
 
-    def _covered(
-        self, site: str, f: _Finding, fresh: set[int], told: list[_Finding], findings: list[_Finding]
-    ) -> bool:
+    def _covered(self, site: str, f: _Finding, fresh: set[int], told: list[_Finding], findings: list[_Finding]) -> bool:
         """Findings of the same kind say at least as much: told just now, or a higher level told before."""
         higher = (o for o in findings if o.kind == f.kind and o.level > f.level and o.hold)
         before = (self._active.get((site, o.rule, o.level)) for o in higher)
@@ -385,9 +379,7 @@ class Rules:
 def _findings(now: _Now, past: _History, collapse: _Collapse, limits: Thresholds) -> list[_Finding]:
     """Every rule at one site. A sink is told once per head: its hold never ends."""
     sinks = {h for h, mass in enumerate(now.sink) if mass is not None and mass >= limits.sink_mass}
-    sink = _Finding(
-        "sink", "sink", Level.INFO, sinks, set(range(len(now.sink))), "first seen as an attention sink"
-    )
+    sink = _Finding("sink", "sink", Level.INFO, sinks, set(range(len(now.sink))), "first seen as an attention sink")
     return [*_logit_findings(now, past, limits), *_collapse_findings(collapse, limits), sink]
 
 
@@ -510,9 +502,7 @@ def _alert(now: _Now, past: _History, finding: _Finding, limits: Thresholds) -> 
     forecast = _forecast(past, lead, now.step, limits) if finding.kind != "sink" else None
     what = f"{now.site or 'the model itself'}: {_name_heads(heads)}: {finding.because}"
     parts = [what, _figures(now, lead), forecast.text() if forecast else ""]
-    return Alert(
-        finding.level, now.step, now.site, heads, finding.rule, "; ".join(filter(None, parts)), forecast
-    )
+    return Alert(finding.level, now.step, now.site, heads, finding.rule, "; ".join(filter(None, parts)), forecast)
 
 
 def _columns(rows: list[Values]) -> Values:

@@ -53,7 +53,7 @@ class Reading:
     saturated: share of rows (>= 2 visible keys) whose largest weight is above .99.
     grad_signal: mean of 1 - sum p^2, the trace of the softmax Jacobian.
     q_rms, k_rms: root mean square over D, averaged over tokens.
-    entropy_corrected: `entropy` without key 0 and keys with mean mass > .3, renormalised; nan for a sink head.
+    entropy_corrected: `entropy` without key 0 and keys with mean mass > .3, renormalised; nan for sinks.
     sink_mass: mean mass on those dropped keys, 0..1.
     over_100: share of visible entries with |logit| > 100.
     nonfinite: measured rows that held NaN or +inf; they are in none of the means.
@@ -95,6 +95,10 @@ class Packed(NamedTuple):
 
     values: Tensor
     exact: bool
+
+    def cpu(self) -> Packed:
+        """The same on the CPU (waits for the device)."""
+        return Packed(self.values.cpu(), self.exact)
 
 
 @torch.no_grad()
@@ -180,6 +184,17 @@ def merge(packs: Sequence[Packed]) -> Packed:
     cut = len(MAXIMA)
     merged = torch.cat([values[..., :cut].amax(0), values[..., cut:].sum(0)], dim=-1)
     return Packed(merged, all(pack.exact for pack in packs))
+
+
+def gather_heads(packed: Packed, index: Tensor, heads: int) -> Packed:
+    """Fold heads together: old head i goes into new head `index[i]` (`(H,)`, 0..heads-1), merged as by `merge`."""
+    values = packed.values
+    cut = len(MAXIMA)
+    target = index.to(values.device).unsqueeze(-1)
+    maxima = values.new_full((heads, cut), -torch.inf)
+    maxima.scatter_reduce_(0, target.expand(-1, cut), values[:, :cut], "amax")
+    sums = values.new_zeros(heads, len(SUMS)).index_add_(0, target.squeeze(-1), values[:, cut:])
+    return Packed(torch.cat([maxima, sums], dim=-1), packed.exact)
 
 
 def reading_from(packed: Packed, site: str, step: int | None = None) -> Reading:
@@ -322,9 +337,7 @@ def _reduce_rows(source: Source, sums: RowSums, mass: Tensor, padded: Tensor | N
     return {**totals, "max_logit": worst.amax((0, 2)), "margin": margin.amax((0, 2))}
 
 
-def _without_sinks(
-    source: Source, sums: RowSums, mass: Tensor, live: Tensor, weight: Tensor
-) -> dict[str, Tensor]:
+def _without_sinks(source: Source, sums: RowSums, mass: Tensor, live: Tensor, weight: Tensor) -> dict[str, Tensor]:
     """Sink-corrected figures per row: key 0 is not in the sums, the few other sink keys are subtracted.
 
     `weight` `(B, H, R)` turns a sum relative to the row's peak into probability.

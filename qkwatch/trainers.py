@@ -46,9 +46,7 @@ def train_norms(trainer: Any, pl_module: nn.Module) -> list[nn.Parameter]:
     for site in patched_sites(pl_module):
         own = {id(p) for _, p in named}
         kin = [p for p in modules[site].parameters() if id(p) not in own]
-        beside |= {
-            name: kin for name, _ in named if name.startswith(f"{site}.qk_norm." if site else "qk_norm.")
-        }
+        beside |= {name: kin for name, _ in named if name.startswith(f"{site}.qk_norm." if site else "qk_norm.")}
     trained = [(name, p) for name, p in named if p.requires_grad]
     add_parameters(trainer.optimizers, trained, beside=beside, schedulers=schedulers(trainer))
     return [p for _, p in trained if id(p) not in known]

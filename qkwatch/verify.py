@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from qkwatch.capture import Core
+from qkwatch.measure import measure_at
 from qkwatch.norms import HeadNorm, QKNorm, calibrated_gains
 from qkwatch.plan import SitePlan
 from qkwatch.probe import Call, Refusal, replay
-from qkwatch.sites import Site, measure_at
+from qkwatch.sites import Site
 from qkwatch.stats import Reading, merge, reading_from
 
 GROWTH = 1000.0  # by how much the projections' outputs are made to grow
@@ -93,9 +94,7 @@ def _run(site: Site, call: Call, *, measured: bool = False) -> _Run:
         queries, keys = core.queries().detach(), core.keys().detach()
         q.append(_norms(site, core, queries))
         k_lengths = _norms(site, core, keys)
-        k.append(
-            k_lengths[:, :: max(1, k_lengths.shape[1] // site.k_heads)]
-        )  # not repeated for their queries
+        k.append(k_lengths[:, :: max(1, k_lengths.shape[1] // site.k_heads)])  # not repeated for their queries
         if core.fused:
             scales.append(core.scale)
         else:

@@ -88,9 +88,7 @@ TABLE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("tops", "values", "expected"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE]
-)
+@pytest.mark.parametrize(("tops", "values", "expected"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
 def test_table(tops, values, expected):
     alerts = run(Rules(Thresholds()), tops, **values)
     if expected is None:
@@ -111,9 +109,7 @@ def collapse(n: int, heads: int = 8, rms: Sequence[float] = (1.0, 1.5, 2.2, 3.0)
     return alerts
 
 
-@pytest.mark.parametrize(
-    ("n", "levels"), [(1, []), (2, [Level.WARN]), (3, [Level.WARN]), (4, [Level.CRITICAL])]
-)
+@pytest.mark.parametrize(("n", "levels"), [(1, []), (2, [Level.WARN]), (3, [Level.WARN]), (4, [Level.CRITICAL])])
 def test_collapse_takes_a_share_of_the_heads_and_rising_norms(n, levels):
     alerts = collapse(n)
     assert [a.level for a in alerts] == levels
@@ -246,9 +242,7 @@ def test_forecast_of_a_clean_exponential_is_exact_and_in_the_message():
     assert set(alert.forecast.steps_to) == {100.0, 1e3, 1e4}
 
 
-@pytest.mark.parametrize(
-    "tops", [[[60.0]] * 9, [[90.0 - 4 * i] for i in range(9)], [[60.0]], [[30.0], [70.0]]]
-)
+@pytest.mark.parametrize("tops", [[[60.0]] * 9, [[90.0 - 4 * i] for i in range(9)], [[60.0]], [[30.0], [70.0]]])
 def test_no_forecast_when_flat_falling_or_too_few(tops):
     for a in run(Rules(), tops):
         assert a.forecast is None or set(a.forecast.steps_to.values()) == {None}
@@ -361,7 +355,5 @@ def test_thresholds_from_a_command_line():
     jsonargparse = pytest.importorskip("jsonargparse")
     parser = jsonargparse.ArgumentParser()
     parser.add_argument("--thresholds", type=Thresholds, default=Thresholds())
-    parsed = parser.instantiate_classes(
-        parser.parse_args(["--thresholds.warn_logit=70", "--thresholds.patience=4"])
-    )
+    parsed = parser.instantiate_classes(parser.parse_args(["--thresholds.warn_logit=70", "--thresholds.patience=4"]))
     assert parsed.thresholds == Thresholds(warn_logit=70.0, patience=4)

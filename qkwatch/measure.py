@@ -1,0 +1,85 @@
+"""Per-head statistics of one core, whatever the layout of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from qkwatch.capture import Core
+from qkwatch.layout import HeadLayout
+from qkwatch.sites import Site
+from qkwatch.stats import Packed, logit_stats, qk_stats, row_budget, with_bias
+
+Rows = int | str  # "all", "auto" or a number of query rows
+
+_CHEAP = 2**28  # multiply-adds of Q K^T that rows="auto" never minds
+
+
+def measure(core: Core, layout: HeadLayout, rows: Rows, self_attention: bool) -> Packed:
+    """The per-head statistics of one core, still on its device (H, C)."""
+    packed = _measure(core, layout, rows, self_attention)
+    bias = core.bias
+    if bias is None or not bias.is_floating_point() or bias.numel() < 2:
+        return packed
+    shape = (core.q if core.logits is None else core.logits).shape
+    if layout == HeadLayout(layout.heads, "axis", -3) and len(shape) == 4 and bias.ndim <= 4:
+        return with_bias(packed, bias.detach()[(None,) * (4 - bias.ndim)])
+    return with_bias(packed, bias.detach().reshape(1, 1, 1, -1))  # not told apart by head
+
+
+def _measure(core: Core, layout: HeadLayout, rows: Rows, self_attention: bool) -> Packed:
+    q, k = core.queries().detach(), core.keys().detach()
+    if core.fused:
+        q4 = layout.split(q)
+        k4 = layout.split(k, None if k.shape[:-2] == q.shape[:-2] else _key_heads(q, k, layout))
+        mask = None if core.mask is None else _split_mask(core.mask.detach(), q, k, layout)
+        budget = _rows(rows, q4.shape, k4.shape[-2])
+        return qk_stats(
+            q4,
+            k4,
+            scale=core.scale,
+            mask=mask,
+            is_causal=core.is_causal,
+            rows=budget,
+            self_attention=self_attention,
+        )
+    logits = core.rows().detach()
+    lead = logits.shape[:-2]
+    if q.shape[:-2].numel() == lead.numel() and layout.kind == "axis":
+        q, k = (t.reshape(*lead, *t.shape[-2:]) for t in (q, k))
+    logits4 = layout.split(logits)
+    fits = q.shape[:-2].numel() == lead.numel() and q.shape[:-2].numel() == k.shape[:-2].numel()
+    q4 = layout.split(q) / core.factor if fits else None
+    k4 = layout.split(k) / core.factor if fits else None
+    budget = _rows(rows, (*logits4.shape[:3], q.shape[-1]), logits4.shape[-1])
+    return logit_stats(logits4, q=q4, k=k4, rows=budget, self_attention=self_attention)
+
+
+def measure_at(site: Site, core: Core, rows: Rows) -> Packed:
+    return measure(core, site.layout, rows, site.self_attention)
+
+
+def _key_heads(q: Tensor, k: Tensor, layout: HeadLayout) -> int:
+    return layout.heads * k.shape[:-2].numel() // q.shape[:-2].numel()
+
+
+def _split_mask(mask: Tensor, q: Tensor, k: Tensor, layout: HeadLayout) -> Tensor:
+    """A mask that broadcasts to (..., Tq, Tk), to one that broadcasts to (B, H, Tq, Tk)."""
+    if q.ndim == 4 and layout == HeadLayout(layout.heads, "axis", -3):
+        return mask
+    if mask.ndim <= 2:
+        return mask
+    return layout.split(mask.expand(*q.shape[:-2], *mask.shape[-2:]))
+
+
+def _rows(rows: Rows, shape: Sequence[int], k_len: int) -> int | None:
+    if rows == "all":
+        return None
+    if isinstance(rows, int):
+        return rows
+    batch, heads, q_len, head_dim = shape
+    exact = batch * heads * q_len * k_len * head_dim
+    # a layer costs ~36 T d^2 multiply-adds forward and backward, Q K^T costs T^2 d: exact up to T = 3 d is < 10 %
+    affordable = exact * 3 * heads * head_dim // k_len
+    return row_budget(batch, heads, q_len, k_len, head_dim, max(affordable, _CHEAP))

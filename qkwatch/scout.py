@@ -1,0 +1,306 @@
+"""Find every softmax-attention site of a model, and what would be needed to patch it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qkwatch.capture import Core, CoreCapture, aten
+from qkwatch.layout import HeadLayout, default_layout
+from qkwatch.measure import Rows, measure, measure_at
+from qkwatch.modules import ModuleStack, named_modules, unwrap
+from qkwatch.probe import Call, Refusal, find_taps, isolated, replay
+from qkwatch.sites import Site
+from qkwatch.stats import MAXIMA, Packed, merge, reading_from
+
+_WIDEN = 3  # how many ancestors with weights may be tried for the projections that a core's own module lacks
+
+
+def find_sites(model: nn.Module, *inputs: Any, **kwargs: Any) -> list[Site]:
+    """Run ``model`` once on the given inputs and return its attention sites, in the order in which they ran.
+
+    The model, its buffers and the random state are left as they were. A model without softmax attention gives
+    an empty list.
+
+    >>> layer = nn.MultiheadAttention(32, 4, batch_first=True)
+    >>> x = torch.randn(2, 7, 32)
+    >>> [(s.name, s.q_heads, s.head_dim, s.retrofittable) for s in find_sites(nn.ModuleDict({"a": layer})["a"], x, x, x)]
+    [('', 4, 8, True)]
+    """
+    scout = Scout(model)
+    with isolated(unwrap(model), Call.of(inputs, kwargs).autocast), torch.no_grad(), scout:
+        model(*inputs, **kwargs)
+    if scout.fault is not None:
+        raise scout.fault
+    return scout.sites()
+
+
+@dataclass(eq=False)
+class _Sighting:
+    """One core that ran: whose forward it ran in (innermost module first), and its figures."""
+
+    chain: list[nn.Module]
+    head_dim: int
+    layout: HeadLayout  # assumed while measuring
+    packed: Packed | None
+    confirmed: bool
+    call: Call | None = None  # known from the operation itself (fast path)
+    site: Site | None = None
+
+
+class Scout:
+    """While entered, collects the cores of a model's forward pass; `sites` then finds out whose they are."""
+
+    def __init__(self, model: nn.Module, rows: Rows = "all", on_done: Callable[[], None] | None = None):
+        self._root, self._on_done = unwrap(model), on_done
+        self._names = {id(m): name for name, m in reversed(named_modules(model).items())}
+        self._rows = rows
+        self._stack = ModuleStack(self._left)
+        self._sightings: list[_Sighting] = []
+        self._calls: dict[int, Call] = {}
+        self._wanted: set[int] = set()
+        self.capture = CoreCapture(
+            self._saw,
+            on_confirm=_confirm,
+            on_unseen=self._unseen,
+            on_fault=self._fail,
+            fast_path=self._fast_path,
+        )
+        self.unseen: dict[str, str] = {}
+        self.packs: list[tuple[Site, Packed]] = []
+        self.fault: Exception | None = None
+
+    def __enter__(self) -> Scout:
+        self._stack.__enter__()
+        self.capture.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.capture.__exit__(*exc)
+        self._stack.__exit__(*exc)
+
+    def _fail(self, fault: Exception) -> None:
+        self.fault = self.fault or fault
+
+    def _chain(self) -> list[nn.Module]:
+        return [m for m in reversed(self._stack.frames) if id(m) in self._names]
+
+    def _unseen(self, operation: str) -> None:
+        chain = self._chain()
+        if chain:
+            self.unseen.setdefault(self._names[id(chain[0])], operation)
+
+    def _saw(self, core: Core) -> _Sighting | None:
+        chain = self._chain()
+        return self._add(core, chain, None) if chain else None
+
+    def _add(self, core: Core, chain: list[nn.Module], call: Call | None) -> _Sighting:
+        shape = (core.q if core.fused else core.rows()).shape
+        layout = default_layout(shape)
+        if len(shape) != 4:  # the heads are not known yet: every leading index by itself, put together later
+            layout = HeadLayout(shape[:-2].numel(), "minor")
+        if isinstance(owner := _owner(chain), nn.MultiheadAttention):
+            layout = HeadLayout(owner.num_heads, "minor")
+        packed = measure(core, layout, self._rows, self_attention=True)
+        sighting = _Sighting(chain, core.queries().shape[-1], layout, packed, core.fused, call)
+        self._sightings.append(sighting)
+        self._wanted |= {id(m) for m in chain}
+        return sighting
+
+    def _fast_path(self, op: Any, args: tuple[Any, ...]) -> None:
+        core, chain, call = fast_path_core(op, args, self._chain())
+        self._add(core, chain, call)
+
+    def _left(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if id(module) in self._wanted and id(module) not in self._calls and not self.capture.paused:
+            self._calls[id(module)] = Call.of(args, kwargs)
+        if module is self._root and self._on_done is not None:
+            self._on_done()
+
+    def sites(self) -> list[Site]:
+        """Find the taps (small autograd probes on the inputs just seen) and describe each site.
+
+        Afterwards ``packs`` holds the figures of each core that ran, with its site, in running order.
+        """
+        groups: dict[int, list[_Sighting]] = {}
+        for sighting in self._sightings:
+            if sighting.confirmed:
+                groups.setdefault(id(_owner(sighting.chain)), []).append(sighting)
+        sites: dict[int, Site] = {}
+        for group in groups.values():
+            site = self._resolve(group)
+            site = sites.setdefault(id(site.module), site)
+            for sighting, packed in zip(group, self._packs_of(site, group), strict=True):
+                sighting.site, sighting.packed = site, packed
+        seen = [s for s in self._sightings if s.site is not None]
+        self.packs = [(s.site, s.packed) for s in seen if s.site is not None and s.packed is not None]
+        for site in sites.values():
+            mine = [packed for owner, packed in self.packs if owner is site]
+            site.reading = reading_from(merge(mine), site.name) if mine else None
+        return list(sites.values())
+
+    def _resolve(self, group: list[_Sighting]) -> Site:
+        first = group[0]
+        owner = _owner(first.chain)
+        call = first.call or self._calls.get(id(owner))
+        if isinstance(owner, nn.MultiheadAttention):
+            return self._site_of_mha(owner, call)
+        refusal: Refusal | None = None
+        for module in [m for m in first.chain if _has_weights(m)][:_WIDEN]:
+            call = self._calls.get(id(module))
+            if call is None:
+                break
+            try:
+                taps = find_taps(module, call)
+            except Refusal as found:
+                refusal = refusal or found
+                if not found.widen:
+                    break
+                continue
+            normed, reason = taps.q.normed and taps.k.normed, None
+            if normed:
+                reason = "its queries and keys are normed already"
+            elif taps.q.normed or taps.k.normed:
+                reason = f"its {'queries' if taps.q.normed else 'keys'} are normed already, the others are not"
+            return Site(
+                self._names[id(module)],
+                taps.layout.heads,
+                taps.k.channels.heads,
+                first.head_dim,
+                normed,
+                reason is None,
+                reason,
+                module=module,
+                layout=taps.layout,
+                taps=(taps.q, taps.k),
+                call=call,
+                self_attention=taps.self_attention,
+            )
+        reason = refusal.reason if refusal else "the inputs of its forward are not known"
+        layout = first.layout if first.layout.kind == "axis" else HeadLayout(1, "single")
+        return Site(
+            self._names[id(owner)],
+            layout.heads,
+            layout.heads,
+            first.head_dim,
+            normed=refusal is not None and refusal.normed,
+            reason=reason,
+            module=owner,
+            layout=layout,
+            call=self._calls.get(id(owner)),
+        )
+
+    def _site_of_mha(self, mha: nn.MultiheadAttention, call: Call | None) -> Site:
+        layout = HeadLayout(mha.num_heads, "minor")
+        stock = type(mha).forward is nn.MultiheadAttention.forward
+        normed = getattr(mha, "qk_norm", None) is not None
+        reason = "its queries and keys are normed already" if normed else None
+        if not stock and not normed:
+            reason = f"{type(mha).__name__} overrides the forward of nn.MultiheadAttention"
+        is_self = call is None or len(call.args) < 2 or call.args[0] is call.args[1]
+        return Site(
+            self._names[id(mha)],
+            mha.num_heads,
+            mha.num_heads,
+            mha.head_dim,
+            normed,
+            reason is None,
+            reason,
+            module=mha,
+            layout=layout,
+            call=call,
+            self_attention=is_self,
+        )
+
+    def _packs_of(self, site: Site, group: list[_Sighting]) -> list[Packed | None]:
+        """The figures of the forward just seen; taken anew where they rest on an assumption that proved wrong."""
+        packs = [_put_together(s, site.layout) for s in group]
+        if (None in packs or not site.self_attention) and site.call is not None:
+            again: list[Packed | None] = []
+            replay(site.module, site.call, on_core=lambda core: again.append(measure_at(site, core, self._rows)))
+            if len(again) == len(packs):
+                return again
+        return packs
+
+
+def _put_together(sighting: _Sighting, layout: HeadLayout) -> Packed | None:
+    """Figures that were taken under one assumed layout, under the one that was found."""
+    packed, assumed = sighting.packed, sighting.layout
+    if packed is None or assumed == layout or assumed.heads == layout.heads:
+        return packed
+    numbers = torch.arange(assumed.heads, device=packed.values.device)
+    if layout.kind == "single":
+        return _gather(packed, torch.zeros_like(numbers), 1)
+    if layout.kind == "minor":
+        return _gather(packed, numbers % layout.heads, layout.heads)
+    if layout.kind == "major":
+        return _gather(packed, numbers // (assumed.heads // layout.heads), layout.heads)
+    return None
+
+
+def _gather(packed: Packed, head_of: Tensor, heads: int) -> Packed:
+    """Put the rows of ``packed`` that belong to one head together."""
+    values, cut = packed.values, len(MAXIMA)
+    out = values.new_zeros(heads, values.shape[1])
+    out[:, :cut] = -torch.inf
+    index = head_of[:, None].expand_as(values)
+    out[:, :cut] = out[:, :cut].scatter_reduce(0, index[:, :cut], values[:, :cut], "amax")
+    out[:, cut:] = out[:, cut:].scatter_add(0, index[:, cut:], values[:, cut:])
+    return Packed(out, packed.exact)
+
+
+def _confirm(token: object) -> None:
+    if isinstance(token, _Sighting):
+        token.confirmed = True
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _owner(chain: list[nn.Module]) -> nn.Module:
+    """The innermost module of a chain that has weights (a core may sit in a helper that has none)."""
+    return next((m for m in chain if _has_weights(m)), chain[0])
+
+
+def fast_path_core(op: Any, args: tuple[Any, ...], chain: list[nn.Module]) -> tuple[Core, list[nn.Module], Call]:
+    """The core inside PyTorch's fused inference path, from the operation's own arguments.
+
+    ``_native_multi_head_attention`` and ``_transformer_encoder_layer_fwd`` hold projections, attention and more
+    in one operation; what enters the softmax is recomputed beside it.
+    """
+    if op is aten._native_multi_head_attention:
+        query, key, _, width, heads, weight, bias = args[:7]
+        mask, kind = (args[9], args[12] if len(args) > 12 else None) if len(args) > 9 else (None, None)
+    else:
+        query, width, heads, weight, bias = args[:5]
+        if args[8]:
+            query = F.layer_norm(query, (width,), args[10], args[11], args[9])
+        key, mask, kind = query, *(args[18:20] if len(args) > 19 else (None, None))
+        layer = chain[0]
+        mha = getattr(layer, "self_attn", None)
+        if isinstance(mha, nn.MultiheadAttention):
+            chain = [mha, *chain]
+    if query.is_nested:
+        lengths = query._nested_tensor_size()[:, 0]
+        query = query.to_padded_tensor(0.0)
+        key = query
+        mask, kind = torch.arange(query.shape[1]) >= lengths[:, None], 1
+        mask = mask.to(query.device)
+    q, k = (
+        F.linear(x, weight[i * width : (i + 1) * width], bias[i * width : (i + 1) * width])
+        .unflatten(-1, (heads, -1))
+        .transpose(1, 2)
+        for i, x in enumerate((query, key))
+    )
+    visible = None
+    if mask is not None:
+        hidden = mask.bool()  # the fast path's masks name what is hidden
+        visible = ~(hidden[:, None, None, :] if kind == 1 else hidden)
+    core = Core(q, k, mask=visible, scale=q.shape[-1] ** -0.5)
+    return core, chain, Call.of((query, key, key), {"need_weights": False})
