@@ -6,6 +6,7 @@ and inside a `TorchDispatchMode`. Memory is O(block x Tk), never Tq x Tk.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple, Protocol
@@ -18,6 +19,8 @@ EMPTY = -1e38  # the peak of a row without visible keys: above -BIG (hidden), be
 FLOOR = -40.0  # exp(-40) = 4e-18 is far below fp32 rounding, but its square is no (slow) denormal yet
 OVER = 100.0  # the logit above which entries are counted
 CPU_BLOCK = 1 << 18  # logits per block: two float32 buffers of it stay in cache
+CAUSAL_ROWS = 64  # rows per block; a taller causal block computes more hidden entries
+PLAIN_ROWS = 256
 GPU_BLOCK = 1 << 24  # enough to fill an accelerator, and few launches
 
 
@@ -262,32 +265,38 @@ def stream(source: Source, padded: Tensor | None) -> tuple[RowSums, Tensor]:
     sums[0] = source.mask.counts(k_len)
     mass = torch.zeros(batch, heads, k_len, device=device)
     live = None if padded is None else padded.logical_not().expand(batch, heads, rows)
-    b_step, h_step, r_step = block_steps(source)
-    s_buffer, e_buffer = torch.empty(2, b_step * h_step * r_step * k_len, device=device).unbind()
-    for b, r, h in product(range(0, batch, b_step), range(0, rows, r_step), range(0, heads, h_step)):
-        row = slice(r, min(r + r_step, rows))
-        width = source.mask.width(row, k_len)
-        block = Block(slice(b, min(b + b_step, batch)), slice(h, min(h + h_step, heads)), row, width)
-        out = RowSums(*sums[:, block.b, block.h, row].unbind())
-        used, shape = out.seen.numel() * width, (*out.seen.shape, width)
+    budget = CPU_BLOCK if device.type == "cpu" else GPU_BLOCK
+    s_buffer, e_buffer = torch.empty(2, largest_block(source, budget), device=device).unbind()
+    for block in blocks(source, budget):
+        out = RowSums(*sums[:, block.b, block.h, block.r].unbind())
+        used, shape = out.seen.numel() * block.width, (*out.seen.shape, block.width)
         s, e = s_buffer[:used].view(shape), e_buffer[:used].view(shape)
         visible, start = source.fill(block, s)
-        here = None if live is None else live[block.b, block.h, row]
-        reduce_block(s, e, visible, start, here, out, mass[block.b, block.h, :width])
+        here = None if live is None else live[block.b, block.h, block.r]
+        reduce_block(s, e, visible, start, here, out, mass[block.b, block.h, : block.width])
     return RowSums(*sums.unbind()), mass
 
 
-def block_steps(source: Source) -> tuple[int, int, int]:
-    """Block size in (batch elements, query heads, rows): it fits a CPU's cache, or fills an accelerator."""
+def blocks(source: Source, budget: int) -> Iterator[Block]:
+    """Cut the logits into blocks of about `budget` entries: as many heads, then batch elements, as fit."""
     batch, heads, rows, k_len = source.shape
-    on_cpu = source.mask.plan.device.type == "cpu"
-    budget = CPU_BLOCK if on_cpu else GPU_BLOCK
-    tall = min(rows, 64 if source.mask.is_causal else 256)  # a tall causal block computes more hidden entries
-    r_step = max(1, min(tall, budget // (source.group * k_len)))
-    groups = max(1, budget // (r_step * k_len * source.group))  # key heads per block
-    if groups * source.group < heads:
-        return 1, groups * source.group, r_step
-    return min(batch, groups * source.group // heads), heads, r_step
+    tall = CAUSAL_ROWS if source.mask.is_causal else PLAIN_ROWS
+    r_step = max(1, min(tall, rows, budget // (source.group * k_len)))
+    for r in range(0, rows, r_step):
+        row = slice(r, min(r + r_step, rows))
+        width = source.mask.width(row, k_len)
+        h_step = source.group * max(1, budget // (r_step * width * source.group))
+        b_step = max(1, h_step // heads)
+        for b, h in product(range(0, batch, b_step), range(0, heads, h_step)):
+            yield Block(slice(b, min(b + b_step, batch)), slice(h, min(h + h_step, heads)), row, width)
+
+
+def largest_block(source: Source, budget: int) -> int:
+    """Entries of the largest block."""
+    return max(
+        (b.stop - b.start) * (h.stop - h.start) * (r.stop - r.start) * width
+        for b, h, r, width in blocks(source, budget)
+    )
 
 
 def reduce_block(

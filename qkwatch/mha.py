@@ -63,9 +63,7 @@ def patch_mha_(mha: nn.MultiheadAttention, qk_norm: QKNorm) -> None:
     """Give `mha` the norm, in place. Raises QKWatchError for a subclass (its own forward would be lost) or a
     norm with other heads."""
     if type(mha) is not nn.MultiheadAttention:
-        raise QKWatchError(
-            f"only torch.nn.MultiheadAttention itself can be patched, got {type(mha).__name__}"
-        )
+        raise QKWatchError(f"only torch.nn.MultiheadAttention itself can be patched, got {type(mha).__name__}")
     for side in (qk_norm.q, qk_norm.k):
         if (side.heads, side.head_dim) != (mha.num_heads, mha.head_dim):
             raise QKWatchError(
@@ -151,9 +149,7 @@ def _check_shapes(
     same = key.dim() == dims and key.shape[:-1] == value.shape[:-1]
     if dims not in (2, 3) or not same:
         shapes = ", ".join(str(tuple(t.shape)) for t in (query, key, value))
-        raise QKWatchError(
-            f"query, key, value must be all 2-D or all 3-D, key and value of one length: {shapes}"
-        )
+        raise QKWatchError(f"query, key, value must be all 2-D or all 3-D, key and value of one length: {shapes}")
     sequence = 1 if dims == 3 and mha.batch_first else 0
     batch = query.shape[1 - sequence] if dims == 3 else 1
     rows, columns = query.shape[sequence], key.shape[sequence]
@@ -231,9 +227,7 @@ def _weights(q: Tensor, k: Tensor, mask: Tensor | None, dropout: float) -> Tenso
 def _nested_forward(mha: nn.MultiheadAttention, qk_norm: QKNorm, x: Tensor, is_causal: bool) -> Tensor:
     """Self-attention over a strided nested (B, *, E) by way of a padded batch and its mask."""
     if is_causal:
-        raise QKWatchError(
-            "a causal hint with a nested tensor needs a mask: pad the batch and pass both masks"
-        )
+        raise QKWatchError("a causal hint with a nested tensor needs a mask: pad the batch and pass both masks")
     lengths = [row.shape[0] for row in x.unbind()]
     padded = x.to_padded_tensor(0.0)  # (B, max length, E)
     positions = torch.arange(padded.shape[1], device=padded.device)

@@ -82,7 +82,7 @@ class HeadNorm(nn.Module):
         elif self.ramp is None:
             self.ramp = torch.tensor(alpha, device=self.gain.device if self.gain is not None else device)
         else:
-            self.ramp.fill_(alpha)  # the same tensor, so that a compiled forward is not compiled again
+            self.ramp.fill_(alpha)  # in place: a captured graph sees the new value
 
     def effective_gain(self) -> Tensor | None:
         """The gain that multiplies (without `factor`), under the ceiling, in the parameter's shape."""
@@ -111,9 +111,7 @@ class HeadNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(..., H, D) -> (..., H, D), any floating dtype; statistics in at least fp32."""
         if x.shape[-2:] != (self.heads, self.head_dim):
-            raise QKWatchError(
-                f"expected (..., {self.heads}, {self.head_dim}) head vectors, got {tuple(x.shape)}"
-            )
+            raise QKWatchError(f"expected (..., {self.heads}, {self.head_dim}) head vectors, got {tuple(x.shape)}")
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         unit = self._unit(wide)
         normed = unit.to(x.dtype) if self.variant.cast == "norm_fp32_then_cast" else unit
@@ -140,9 +138,7 @@ class HeadNorm(nn.Module):
 
     def _ratio(self, x: Tensor) -> Tensor:
         """What rms and l2 multiply x by, (..., H or 1, 1)."""
-        rows = (
-            x.flatten(-2) if self.variant.axis == "full" else x
-        )  # flat: bit-equal to norms before the head split
+        rows = x.flatten(-2) if self.variant.axis == "full" else x  # flat: bit-equal to norms before the head split
         if self.variant.norm == "rms":
             ratio = torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + self.variant.eps)
         else:
@@ -227,9 +223,7 @@ class QKNorm(nn.Module):
         self.variant = variant = get_variant(variant)
         common: dict[str, Any] = {"max_gain": max_gain, "seq_len": seq_len, "dtype": dtype, "device": device}
         self.q = HeadNorm(variant, q_heads, head_dim, factor=q_factor, **common)
-        self.k = HeadNorm(
-            variant, k_heads, head_dim, factor=k_factor, with_gain=variant.side == "both", **common
-        )
+        self.k = HeadNorm(variant, k_heads, head_dim, factor=k_factor, with_gain=variant.side == "both", **common)
         self._plan = b""
         self.register_buffer("plan", torch.empty(0, dtype=torch.uint8, device=device))
 

@@ -85,10 +85,7 @@ class Variant:
             "offset needs a gain": bool(self.offset) and self.gain == "none",
             "a gain in logit units needs norm 'l2', axis 'head', side 'q', gain 'scalar' or 'per_head'": (
                 self.scale != "keep"
-                and (
-                    (self.norm, self.axis, self.side, self.offset) != ("l2", "head", "q", 0)
-                    or not one_per_head
-                )
+                and ((self.norm, self.axis, self.side, self.offset) != ("l2", "head", "q", 0) or not one_per_head)
             ),
         }
         for what, bad in wrong.items():
@@ -124,9 +121,7 @@ class Variant:
         over = "each head's channels" if self.axis == "head" else "all heads' channels"
         gain = f"gain {self.gain}" + (" (1 + w)" if self.offset else "") + (" with bias" if self.bias else "")
         side = " on q only" if self.side == "q" and self.gain != "none" else ""
-        scale = {"keep": "kept", "replace": "replaced by the gain", "exp": "replaced by exp(gain)"}[
-            self.scale
-        ]
+        scale = {"keep": "kept", "replace": "replaced by the gain", "exp": "replaced by exp(gain)"}[self.scale]
         return f"{self.norm} over {over}, eps {self.eps:g}, {gain}{side}, softmax scale {scale}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -268,9 +263,7 @@ def calibrated_gains(
     return {"q.gain": _shaped(variant, q_gain, head_dim), "k.gain": _shaped(variant, k_gain, head_dim)}
 
 
-def gain_ceiling(
-    variant: str | Variant, max_logit: float | None, head_dim: int, scale: float
-) -> float | None:
+def gain_ceiling(variant: str | Variant, max_logit: float | None, head_dim: int, scale: float) -> float | None:
     """The `max_gain` of each side with which no gain can carry a head's |logit| past `max_logit`.
 
     For a gain in logit units that is `max_logit` itself. For norms that keep the softmax scale, q and k reach

@@ -122,18 +122,14 @@ def test_identity_norm_equals_the_original(block):
         tensors, options = make_call(mha, rng)
         parameters = list(mha.parameters())
         old = run(mha, tensors, options, parameters)
-        new = run(
-            lambda *a, m=mha, **k: normed_mha_forward(m, NoNorm(), *a, **k), tensors, options, parameters
-        )
+        new = run(lambda *a, m=mha, **k: normed_mha_forward(m, NoNorm(), *a, **k), tensors, options, parameters)
         assert old[0].shape == new[0].shape
         assert (old[1] is None) == (new[1] is None)
         for before, after in zip((*old[:2], *old[2]), (*new[:2], *new[2]), strict=True):
             if before is None or after is None:
                 assert before is after, options
                 continue
-            torch.testing.assert_close(
-                after, before, rtol=1e-5, atol=2e-6, msg=lambda m, o=options: f"{m} {o}"
-            )
+            torch.testing.assert_close(after, before, rtol=1e-5, atol=2e-6, msg=lambda m, o=options: f"{m} {o}")
 
 
 def test_fast_path_and_dtypes_equal_the_original():
@@ -214,18 +210,12 @@ def test_logits_do_not_move_when_the_projection_grows():
 
 MODELS = {
     "layer": lambda first: nn.TransformerEncoderLayer(E, H, 16, 0.0, batch_first=True, norm_first=first),
-    "layer gelu": lambda first: nn.TransformerEncoderLayer(
-        E, H, 16, 0.0, "gelu", batch_first=True, norm_first=first
-    ),
+    "layer gelu": lambda first: nn.TransformerEncoderLayer(E, H, 16, 0.0, "gelu", batch_first=True, norm_first=first),
     "encoder": lambda first: nn.TransformerEncoder(
         nn.TransformerEncoderLayer(E, H, 16, 0.0, batch_first=True, norm_first=first), 2
     ),
-    "seq first": lambda first: nn.TransformerEncoder(
-        nn.TransformerEncoderLayer(E, H, 16, 0.0, norm_first=first), 2
-    ),
-    "decoder layer": lambda first: nn.TransformerDecoderLayer(
-        E, H, 16, 0.0, batch_first=True, norm_first=first
-    ),
+    "seq first": lambda first: nn.TransformerEncoder(nn.TransformerEncoderLayer(E, H, 16, 0.0, norm_first=first), 2),
+    "decoder layer": lambda first: nn.TransformerDecoderLayer(E, H, 16, 0.0, batch_first=True, norm_first=first),
     "transformer": lambda first: nn.Transformer(E, H, 1, 1, 16, 0.0, batch_first=True, norm_first=first),
 }
 
@@ -256,9 +246,7 @@ def test_no_fast_path_leaves_out_the_norm(name, norm_first):
     visible = torch.arange(5) < torch.tensor([5, 3, 1])[:, None]
     visible = visible.T if name == "seq first" else visible
     for padded, causal in itertools.product([False, True], [False, True]):
-        keep = (
-            visible if padded and name not in ("decoder layer", "transformer") else torch.ones_like(visible)
-        )
+        keep = visible if padded and name not in ("decoder layer", "transformer") else torch.ones_like(visible)
         expected = call_model(name, model.train(), x, padded, causal)[keep]
         untouched = call_model(name, plain.train(), x, padded, causal)[keep]
         assert (expected - untouched).abs().max() > 1e-2
@@ -266,12 +254,8 @@ def test_no_fast_path_leaves_out_the_norm(name, norm_first):
             with context():
                 got = call_model(name, model.eval(), x, padded, causal)[keep]
             torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
-    frozen = model.eval().requires_grad_(
-        False
-    )  # the fast path is also open with grad on and nothing to train
-    got, expected = (
-        call_model(name, m, x, True, False)[keep] for m in (frozen, copy.deepcopy(frozen).train())
-    )
+    frozen = model.eval().requires_grad_(False)  # the fast path is also open with grad on and nothing to train
+    got, expected = (call_model(name, m, x, True, False)[keep] for m in (frozen, copy.deepcopy(frozen).train()))
     torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
 
 
@@ -413,6 +397,4 @@ def test_parity_with_timm(fused):
     patch_mha_(mha, norm)
     x = torch.randn(2, 7, E)
     for need_weights in (True, False):
-        torch.testing.assert_close(
-            mha(x, x, x, need_weights=need_weights)[0], attention(x), rtol=0, atol=1e-6
-        )
+        torch.testing.assert_close(mha(x, x, x, need_weights=need_weights)[0], attention(x), rtol=0, atol=1e-6)

@@ -101,9 +101,7 @@ def test_parity_with_swinv2_and_henry():
     for variant, wanted in (("swinv2", expected), ("henry", cosine * 7.0), ("l2", cosine * stored)):
         norm = swin if variant == "swinv2" else QKNorm(variant, H, H, D, max_gain=None, q_factor=1 / scale)
         with torch.no_grad():
-            norm.q.gain.copy_(
-                {"swinv2": norm.q.gain, "henry": torch.tensor(7.0), "l2": stored.flatten()}[variant]
-            )
+            norm.q.gain.copy_({"swinv2": norm.q.gain, "henry": torch.tensor(7.0), "l2": stored.flatten()}[variant])
         hat_q, hat_k = norm(q, k)
         got = torch.einsum("blhd,bshd->bhls", hat_q, hat_k) * scale
         torch.testing.assert_close(got, wanted, rtol=1e-6, atol=2e-5)
@@ -290,6 +288,8 @@ def test_ramp(name):
         full = norm(q, k)
         norm.set_ramp(0.0)
         assert all(torch.equal(a, b) for a, b in zip(norm(q, k), (q, k), strict=True))
+        extreme = torch.full_like(q, math.inf)
+        assert torch.equal(norm.q(extreme), extreme)
         norm.set_ramp(1.0)
         assert all(torch.equal(a, b) for a, b in zip(norm(q, k), full, strict=True))
         norm.set_ramp(0.5)
@@ -349,8 +349,7 @@ def test_compile_and_export(name):
         for got, want in zip(compiled(q, k), norm(q, k), strict=True):
             torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
         grads = [
-            torch.autograd.grad(f(q, k)[0].square().sum(), parameters, allow_unused=True)
-            for f in (compiled, norm)
+            torch.autograd.grad(f(q, k)[0].square().sum(), parameters, allow_unused=True) for f in (compiled, norm)
         ]
         for got, want in zip(*grads, strict=True):
             if want is not None and got is not None:
@@ -484,6 +483,11 @@ def test_calibration_by_hand():
     rms, largest = torch.tensor([1.0, 10.0]), torch.tensor([5.0, 400.0])
     # g0 = .25 * 16 * q_rms * 1 = 4, 40; shares 1, 20/400
     assert calibrated_gains("l2", rms, one, largest, 16, 0.25)["q.gain"].tolist() == [4.0, 2.0]
+    # long but nearly orthogonal vectors: the gain still starts at the cap, in whatever shape
+    for name in ("l2", "cohere"):
+        gains = calibrated_gains(name, 10 * one, one, 5 * one, 16, 0.25)
+        product = gains["q.gain"] * 4 * gains["k.gain"] if name == "cohere" else gains["q.gain"]
+        torch.testing.assert_close(product, torch.full_like(product, 20.0))
     swin = calibrated_gains("swinv2", rms, one, largest, 16, -0.25)["q.gain"]
     torch.testing.assert_close(swin.exp(), torch.tensor([4.0, 2.0]))
     torch.testing.assert_close(
@@ -534,9 +538,7 @@ def test_calibration_refuses():
     assert (gain == 3).all()
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in ALL if PRESETS[n].axis == "head" and n not in ("llama4", "chameleon")]
-)
+@pytest.mark.parametrize("name", [n for n in ALL if PRESETS[n].axis == "head" and n not in ("llama4", "chameleon")])
 def test_gain_ceiling_bounds_the_logits(name):
     """Gains far above the ceiling, vectors chosen to align: |logit| reaches 50 and never passes it."""
     scale = D**-0.5
