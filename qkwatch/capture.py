@@ -186,6 +186,12 @@ class CoreCapture(TorchDispatchMode):
         self._count = 0
         self.paused = False
 
+    def redirect(self, other: CoreCapture) -> None:
+        """From now on call back whom ``other`` would."""
+        self._on_core, self._on_confirm, self._on_unseen = other._on_core, other._on_confirm, other._on_unseen
+        self._on_fault, self._fast_path = other._on_fault, other._fast_path
+        self.paused = False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -106,6 +106,8 @@ class Mask:
             for dim in range(3):  # an expanded mask is no larger than what it was expanded from
                 mask = mask.narrow(dim, 0, 1) if mask.stride(dim) == 0 else mask
             self.mask = mask.expand(-1, -1, -1, k_len)
+        self._per_head = self.mask is not None and self.mask.shape[1] > 1
+        self._last: tuple[Any, tuple[Tensor | None, int, Tensor | None]] = (None, (None, 0, None))
 
     def width(self, r: slice, k_len: int) -> int:
         """How many leading keys the rows `r` can see at all."""
@@ -118,6 +120,13 @@ class Mask:
 
     def block(self, block: Block) -> tuple[Tensor | None, int, Tensor | None]:
         """`(visible, start, bias)`: 1/0 floats for keys from `start` on (None: all are), additive bias."""
+        shared = self.mask is None or self.mask.shape[0] == 1
+        key = (None if shared else block.b.start, block.h.start if self._per_head else None, block.r, block.width)
+        if key != self._last[0]:  # the blocks of other heads come next: most masks look the same to them
+            self._last = (key, self._make(block))
+        return self._last[1]
+
+    def _make(self, block: Block) -> tuple[Tensor | None, int, Tensor | None]:
         if self.mask is not None:
             part = self._part(self.mask, block)
             return self._visible(part, block).float(), 0, None if part.dtype == torch.bool else part.float()
@@ -292,17 +301,17 @@ def blocks(source: Source, budget: int) -> Iterator[Block]:
 
 
 def largest_block(source: Source, budget: int) -> int:
-    """Entries of the largest block."""
-    return max(
-        (b.stop - b.start) * (h.stop - h.start) * (r.stop - r.start) * width
-        for b, h, r, width in blocks(source, budget)
-    )
+    """A buffer of so many entries holds any block."""
+    sizes: list[int] = []
+    for b, h, r, width in blocks(source, budget):
+        sizes.append((b.stop - b.start) * (h.stop - h.start) * (r.stop - r.start) * width)
+    return max(sizes)
 
 
 def reduce_block(
     s: Tensor, e: Tensor, visible: Tensor | None, start: int, live: Tensor | None, out: RowSums, mass: Tensor
 ) -> None:
-    """Reduce one block of finite logits `s` `(b, h, r, w)`; `s`, `e` (scratch) and `visible` are overwritten.
+    """Reduce one block of finite logits `s` `(b, h, r, w)`; `s` and `e` (scratch) are overwritten.
 
     The block is small enough to stay in cache, so what costs is the number of passes over it, all in place.
     """
@@ -317,7 +326,7 @@ def reduce_block(
     torch.sum(e.gt_(OVER), -1, out=out.over)
 
     if visible is not None:
-        tail.add_(visible.sub_(1).mul_(BIG))  # and -BIG from here on: no weight in the softmax
+        tail.add_((visible - 1).mul_(BIG))  # and -BIG from here on: no weight in the softmax
     out.first.copy_(s[..., 0])
     s[..., 0] = -BIG
     torch.amax(s, -1, out=out.peak)

@@ -54,7 +54,7 @@ class ModuleStack:
 
     def __init__(self, on_exit: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None] | None = None):
         self.frames: list[nn.Module] = []
-        self._on_exit = on_exit
+        self.on_exit = on_exit
         self._handles: list[Any] = []
 
     def __enter__(self) -> ModuleStack:
@@ -74,10 +74,11 @@ class ModuleStack:
         if not in_backward():
             self.frames.append(module)
 
-    def _pop(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _pop(self, module: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
         if in_backward() or module not in self.frames:
             return
-        if self._on_exit is not None:
-            self._on_exit(module, args, kwargs)
+        # after an exception PyTorch calls global hooks without the kwargs, and there is no output
+        if self.on_exit is not None and output:
+            self.on_exit(module, args, kwargs)
         while self.frames and self.frames.pop() is not module:
             pass

@@ -3,45 +3,30 @@
 monitor.begin(step)      before a forward pass: attaches, on measured steps only
 monitor.end_forward()    before backward: nothing is left on the model
 monitor.collect(step)    after the step: readings and alerts
+
+With several ranks `end_forward` (of a search for sites) and `collect` are collective. Whether they are due follows
+from the step alone and from what all ranks agreed on before, never from what one rank saw.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from qkwatch.layout import HeadLayout
 from qkwatch.measure import Rows
 from qkwatch.modules import named_modules
 from qkwatch.observe import Observer, readings_of
+from qkwatch.ranks import Broken, Ranks
 from qkwatch.rules import Alert, Rules, Thresholds
 from qkwatch.scout import Scout
 from qkwatch.sites import Site, select
 from qkwatch.stats import COLUMNS, MAXIMA, Packed, Reading, merge
 
-_RESCOUTS = 3  # how often cores of unknown sites may make the monitor look for sites anew
-
-
-@dataclass
-class Ranks:
-    """How a process talks to the others of its run; the defaults are those of a run of one.
-
-    Attributes:
-        size: number of processes.
-        gather_objects: one small picklable object -> all ranks' objects, in rank order.
-        gather: one tensor (same shape everywhere) -> (size, ...).
-        broadcast: rank zero's object to all.
-    """
-
-    size: int = 1
-    gather_objects: Callable[[Any], list[Any]] = lambda value: [value]
-    gather: Callable[[Tensor], Tensor] = lambda value: value[None]
-    broadcast: Callable[[Any], Any] = lambda value: value
+_SEARCHES = 3  # how often the monitor looks for sites: at first, and again while there is reason to
+T = TypeVar("T")
 
 
 class Monitor:
@@ -53,8 +38,14 @@ class Monitor:
         layers: glob or globs over site names.
         rows: as in `watch`.
         thresholds: constants of the rules.
-        on_fault: called with a text when something of ours failed; the run goes on.
+        on_fault: called with (site, exception) when a measurement failed; the run goes on.
         on_unseen: called with (module, operation) for attention that cannot be looked into.
+        ranks: the processes of the run.
+
+    Attributes:
+        sites: what is watched; known once the first measured forward pass has ended.
+        last_measured: the step of the last `begin`.
+        broken: what failed on this rank; `collect` tells the others, and raises on all of them.
     """
 
     def __init__(
@@ -73,69 +64,87 @@ class Monitor:
         self.rules = Rules(thresholds)
         self.sites: list[Site] = []
         self.last_measured: int | None = None
+        self.broken: Exception | None = None
         self._layers, self._rows = layers, rows
         self._on_fault, self._on_unseen = on_fault, on_unseen
         self._known: list[Site] = []  # also those that `layers` leaves out
         self._active: Scout | Observer | None = None
-        self._finished: Scout | Observer | None = None
         self._stance: Any = None
-        self._scouts = 0
+        self._searching = False  # sites are to be settled when the forward pass ends
+        self._collecting = False  # figures are to be collected when the step ends
+        self._packs: list[tuple[Site, Packed]] = []
+        self._searches = 0
         self._strangers = False
-        self.found_nothing = False  # the last search saw no attention at all
+        self._kept_at: int | None = None
+        self._reported: int | None = None
 
     # -- the three calls of a step --------------------------------------------------------------------------
 
     def due(self, step: int) -> bool:
         """Whether ``step`` is to be measured, and was not yet (gradient accumulation)."""
-        return step % self.every_n_steps == 0 and step != self.last_measured
+        return step % self.every_n_steps == 0 and step != self.last_measured and not self.found_nothing
+
+    def keep_due(self, step: int) -> bool:
+        """Whether the sites' inputs at ``step`` are still to be kept."""
+        return step != self._kept_at and not self.found_nothing
+
+    @property
+    def found_nothing(self) -> bool:
+        """The model has been searched often enough: it has no attention."""
+        return not self._known and not self._searching and self._searches >= _SEARCHES
 
     def begin(self, step: int, *, keep_calls: bool = False) -> None:
         """Attach for one forward pass. ``keep_calls``: the sites' inputs will be wanted (for a retrofit)."""
-        self.end_forward()
-        self.last_measured = step
-        if not self._known or (self._strangers and self._scouts < _RESCOUTS):
-            self._scouts += 1
-            self._strangers = False
-            self._active = Scout(self.model, self._rows)
-        else:
-            self._active = Observer(
-                self.sites, self._rows, on_fault=self._on_fault, keep_calls=keep_calls, known=self._known
-            )
-        # a compiled model runs eagerly in this step: hooks and modes do not reach into compiled code
-        self._stance = torch.compiler.set_stance("force_eager")
-        self._active.__enter__()
+        self.discard()
+        self.last_measured, self._collecting = step, True
+        self._kept_at = step if keep_calls else self._kept_at
+        self._searching = not self._known or (self._strangers and self._searches < _SEARCHES)
+        self._searches += self._searching
+        self._packs, self._strangers = [], False
+        if self.broken is None:
+            self._locally(lambda: self._attach(keep_calls))
 
     def end_forward(self) -> None:
-        """Detach. Nothing happens where nothing is attached."""
-        if self._active is None:
-            return
-        active, self._active = self._active, None
-        try:
-            active.__exit__(None, None, None)
-        finally:
-            stance, self._stance = self._stance, None
-            stance.__exit__(None, None, None)
-        self._finished = active
-        if isinstance(active, Scout):
-            self._settle(active)
+        """Detach; after a search, settle the sites. Nothing happens where nothing is attached or due.
 
-    def collect(self, step: int) -> tuple[list[Reading], list[Alert]]:
-        """The readings of the pass that ended, one per site, reduced over ranks, and what the rules say."""
-        finished, self._finished = self._finished, None
-        if finished is None:
-            return [], []
-        for name, operation in finished.unseen.items():
-            self._on_unseen(name, operation)
+        Raises:
+            QKWatchError: a layer glob matches no site, on every rank.
+        """
+        finished = self._detach()
+        if finished is not None:
+            for name, operation in finished.unseen.items():
+                self._on_unseen(name, operation)
+        if self._searching:
+            self._searching = False
+            self._settle(finished if isinstance(finished, Scout) else None)
         if isinstance(finished, Observer):
             self._strangers |= finished.strangers
-        readings = self._reduce(finished.packs, step)
+        self._packs = finished.packs if finished is not None else []
+
+    def collect(self, step: int) -> tuple[list[Reading], list[Alert]]:
+        """The readings of the pass that ended, one per site, reduced over ranks, and what the rules say.
+
+        Raises:
+            Broken: the monitor failed on another rank; on the rank where it did, what it failed with.
+        """
+        if not self._collecting:
+            return [], []
+        self.end_forward()
+        self._collecting = False
+        packs, self._packs = self._packs, []
+        merged = self._locally(lambda: self._merged(packs)) or []
+        if self.ranks.size > 1:
+            merged = self._over_ranks(merged)
+        readings = [r for r in readings_of(merged, step) if r.rows or r.excluded_rows] if merged else []
+        if step == self._reported:
+            return [], []  # measured again for the sake of its inputs only
+        self._reported = step if readings else self._reported
         return readings, self.rules.update(step, readings)
 
     def discard(self) -> None:
         """Detach and forget the pass, after an exception."""
-        with contextlib.suppress(Exception):
-            self.end_forward()
-        self._finished = None
+        self._detach()
+        self._packs = []
 
     def drop_calls(self) -> None:
         """Let go of the inputs that sites keep for a retrofit."""
@@ -144,19 +153,53 @@ class Monitor:
 
     def reset_sites(self) -> None:
         """The model has changed: find the sites anew at the next measured step."""
-        self._known, self.sites, self._scouts = [], [], 0
+        self._known, self.sites, self._searches, self._kept_at = [], [], 0, None
+
+    # -- attached or not ------------------------------------------------------------------------------------
+
+    def _attach(self, keep_calls: bool) -> None:
+        if self._searching:
+            active: Scout | Observer = Scout(self.model, self._rows)
+        else:
+            active = Observer(
+                self.sites, self._rows, on_fault=self._on_fault, keep_calls=keep_calls, known=self._known
+            )
+        # a compiled model runs eagerly in this step: hooks and modes do not reach into compiled code
+        self._stance = torch.compiler.set_stance("force_eager")
+        self._active = active
+        active.__enter__()
+
+    def _detach(self) -> Scout | Observer | None:
+        active, self._active = self._active, None
+        stance, self._stance = self._stance, None
+        try:
+            if active is not None:
+                active.__exit__(None, None, None)
+        finally:
+            if stance is not None:
+                stance.__exit__(None, None, None)
+        return active
+
+    def _locally(self, work: Callable[[], T]) -> T | None:
+        """Work that only this rank does. With others around a fault waits until it can be told to all."""
+        if self.ranks.size == 1:
+            return work()
+        try:
+            return work()
+        except Exception as fault:
+            self.broken = self.broken or fault
+            self.discard()
+            return None
 
     # -- sites ----------------------------------------------------------------------------------------------
 
-    def _settle(self, scout: Scout) -> None:
+    def _settle(self, scout: Scout | None) -> None:
         """Agree with all ranks on the sites."""
-        if scout.fault is not None:
+        found = self._locally(scout.sites) or [] if scout is not None else []
+        if scout is not None and scout.fault is not None:
             self._on_fault("", scout.fault)
-        found = scout.sites()
-        if self.ranks.size > 1:
-            found = self._agree(found)
-        self._known, self.found_nothing = found, not found
-        self.sites = select(found, self._layers) if found else []
+        self._known = self._agree(found) if self.ranks.size > 1 else found
+        self.sites = select(self._known, self._layers) if self._known else []
 
     def _agree(self, found: list[Site]) -> list[Site]:
         """Every rank's sites in one order; one that did not run here is known by another rank's description."""
@@ -166,7 +209,6 @@ class Monitor:
         for part in self.ranks.gather_objects(described):
             for name, q_heads, k_heads, head_dim, layout, is_self in part:
                 if name not in mine and name in modules:
-                    assert isinstance(layout, HeadLayout)
                     mine[name] = Site(
                         name,
                         q_heads,
@@ -182,40 +224,41 @@ class Monitor:
 
     # -- readings -------------------------------------------------------------------------------------------
 
-    def _reduce(self, packs: Sequence[tuple[Site, Packed]], step: int) -> list[Reading]:
-        """One reading per site: several calls of a site merged, all ranks in one collective."""
-        merged: list[tuple[Site, Packed]] = []
-        for site in self.sites:
-            mine = [packed for owner, packed in packs if owner is site]
-            if mine:
-                merged.append((site, merge(mine)))
-            elif self.ranks.size > 1:
-                merged.append((site, _nothing(site, packs)))
-        if not merged:
-            return []
-        if self.ranks.size > 1:
-            merged = self._over_ranks(merged)
-        readings = readings_of(merged, step)
-        return [r for r in readings if r.rows or r.excluded_rows]
+    def _merged(self, packs: Sequence[tuple[Site, Packed]]) -> list[tuple[Site, Packed]]:
+        """The calls of each site put together; sites that did not run are left out."""
+        calls = {id(site): [packed for owner, packed in packs if owner is site] for site in self.sites}
+        return [(site, merge(calls[id(site)])) for site in self.sites if calls[id(site)]]
 
-    def _over_ranks(self, merged: list[tuple[Site, Packed]]) -> list[tuple[Site, Packed]]:
-        values = torch.cat([packed.values for _, packed in merged])
-        gathered = self.ranks.gather(values)  # (ranks, all heads, C)
+    def _over_ranks(self, mine: list[tuple[Site, Packed]]) -> list[tuple[Site, Packed]]:
+        """All sites over all ranks, in one collective; what does not fit here (two ranks took a site differently)
+        counts as not run."""
+        like = mine[0][1].values if mine else torch.zeros(0, dtype=torch.float64, device=_device(self.model))
+        ran = {id(site): packed.values for site, packed in mine}
+        parts = []
+        for site in self.sites:
+            values = ran.get(id(site))
+            fits = values is not None and len(values) == site.layout.heads
+            parts.append(values.to(like) if fits and values is not None else _nothing(site.layout.heads, like))
+        flags = _nothing(1, like)  # one more row: what every rank should know of every other
+        flags[0, 0], flags[0, 1] = float(self._strangers), float(self.broken is not None)
+        gathered = self.ranks.gather(torch.cat([*parts, flags]))  # (ranks, all heads + 1, C)
         cut = len(MAXIMA)
         total = torch.cat([gathered[..., :cut].amax(0), gathered[..., cut:].sum(0)], -1)
-        parts = total.split([len(packed.values) for _, packed in merged])
+        self._strangers = bool(total[-1, 0] > 0)
+        if bool(total[-1, 1] > 0):
+            raise self.broken or Broken("the monitor failed on another rank")
+        totals = total[:-1].split([len(part) for part in parts]) if parts else ()
         # whether a reading is exact travels in its "sampled" column
-        return [(site, Packed(part, True)) for (site, _), part in zip(merged, parts, strict=True)]
+        return [(site, Packed(values, True)) for site, values in zip(self.sites, totals, strict=True)]
 
 
-def _nothing(site: Site, packs: Sequence[tuple[Site, Packed]]) -> Packed:
-    """What a site that did not run adds to a reduction."""
-    like = packs[0][1].values if packs else torch.zeros(0, dtype=torch.float64, device=_device(site))
-    values = like.new_zeros(site.layout.heads, len(COLUMNS))
+def _nothing(heads: int, like: torch.Tensor) -> torch.Tensor:
+    """What a site that did not run adds to a reduction, (heads, C)."""
+    values = like.new_zeros(heads, len(COLUMNS))
     values[:, : len(MAXIMA)] = -torch.inf
-    return Packed(values, True)
+    return values
 
 
-def _device(site: Site) -> torch.device:
-    parameter = next(site.module.parameters(), None)
+def _device(model: nn.Module) -> torch.device:
+    parameter = next(model.parameters(), None)
     return torch.device("cpu") if parameter is None else parameter.device

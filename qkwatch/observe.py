@@ -60,6 +60,15 @@ class Observer:
         self._capture.__exit__(*exc)
         self._stack.__exit__(*exc)
 
+    def take_over(self, stack: ModuleStack, capture: CoreCapture) -> None:
+        """Go on with a stack and a capture that are entered already, and whose owner exits them.
+
+        (Leaving one dispatch mode for another half-way would pop whichever mode the user entered meanwhile.)
+        """
+        stack.on_exit = self._stack.on_exit
+        capture.redirect(self._capture)
+        self._stack, self._capture = stack, capture
+
     def _site(self) -> Site | None:
         frames = reversed(self._stack.frames)
         return next((self._sites[id(m)] for m in frames if id(m) in self._sites), None)
@@ -175,18 +184,15 @@ class _FirstForward:
 
     def __init__(self, model: nn.Module, layers: str | Sequence[str] | None, rows: Rows, watcher: Watcher):
         self._layers, self._rows, self._watcher = layers, rows, watcher
-        self._scout: Scout | None = Scout(model, rows, on_done=self._resolve)
+        self._scout = Scout(model, rows, on_done=self._resolve)
+        self._resolved = False
 
     def __enter__(self) -> None:
-        assert self._scout is not None
         self._scout.__enter__()
 
     def _resolve(self) -> None:
         scout, watcher = self._scout, self._watcher
-        if scout is None:
-            return
-        self._scout = None
-        scout.__exit__()
+        self._resolved = scout.capture.paused = True
         if scout.fault is not None:
             raise scout.fault
         watcher.sites = select(scout.sites(), self._layers)
@@ -194,15 +200,15 @@ class _FirstForward:
         watcher._first = readings_of([(site, packed) for site, packed in scout.packs if id(site) in kept])
         _warn_unseen(scout.unseen)
         watcher._live = Observer(watcher.sites, self._rows)
-        watcher._live.__enter__()
+        watcher._live.take_over(scout.stack, scout.capture)
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
-        if self._scout is not None and kind is None:
-            self._resolve()  # only parts of the model ran
-        if self._scout is not None:
-            self._scout.__exit__()
+        try:
+            if not self._resolved and kind is None:
+                self._resolve()  # only parts of the model ran
+        finally:
+            self._scout.__exit__(None, None, None)
         if self._watcher._live is not None:
-            self._watcher._live.__exit__()
             _warn_unseen(self._watcher._live.unseen)
 
 

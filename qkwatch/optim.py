@@ -8,17 +8,16 @@ momentum could not take it there. The clone's ``GROUP_KEY`` is the index of the 
 
 from __future__ import annotations
 
-import copy
-import functools
 import re
-import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .errors import QKWatchError
+from qkwatch.errors import QKWatchError
+from qkwatch.modules import clean_name
+from qkwatch.schedulers import remap, twin, unwrap
 
 GROUP_KEY = "qkwatch_source"
 Group = dict[str, Any]
@@ -26,13 +25,6 @@ Named = Sequence[tuple[str, nn.Parameter]]
 Place = tuple[int, int]  # (index of the optimizer, index of the group)
 
 _DECAY = re.compile(r"weight_decay|^(wd|l1|l2|l1_lambda|l2_lambda)$")
-# Names under which schedulers (torch's, transformers', timm's and their kin) keep one value per group. Length
-# alone would not do: OneCycleLR has two phases, SequentialLR as many milestones as it likes.
-_PER_GROUP = re.compile(
-    r"_?(base|min|max|init|initial|start|end|final|eta_min|delta|last|restore|swa)_(lrs?|momentums|values)"
-    r"|lr_lambdas|warmup_steps"
-)
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 def add_parameters(
@@ -67,7 +59,7 @@ def add_parameters(
     >>> optimizer.param_groups[1]["lr"], optimizer.param_groups[1]["weight_decay"]
     (0.1, 0.0)
     """
-    live, schedulers = [_unwrap(o) for o in optimizers], list(schedulers)
+    live, schedulers = [unwrap(o) for o in optimizers], list(schedulers)
     if not live:
         raise QKWatchError("no optimizer to train the new parameters; pass the optimizers of the run")
     where = _index(live)
@@ -101,7 +93,7 @@ def remove_parameters(
     The user's own groups stay, even when empty. Parameters that no optimizer holds are passed over.
     """
     gone, schedulers = {id(p) for p in params}, list(schedulers)
-    for optimizer in map(_unwrap, optimizers):
+    for optimizer in map(unwrap, optimizers):
         _take_out(optimizer, gone, forget=True)
         groups = optimizer.param_groups
         keep = [j for j, group in enumerate(groups) if group["params"] or GROUP_KEY not in group]
@@ -123,7 +115,7 @@ def group_names(optimizer: Any, model: nn.Module) -> list[dict[str, Any]]:
     names = {id(p): clean_name(n) for n, p in model.named_parameters()}
     return [
         {"params": [names.get(id(p)) for p in group["params"]], "source": group.get(GROUP_KEY)}
-        for group in _unwrap(optimizer).param_groups
+        for group in unwrap(optimizer).param_groups
     ]
 
 
@@ -148,7 +140,7 @@ def regroup(
         QKWatchError: a saved name is not in the model, or a parameter in training is not among the saved;
             nothing is changed then.
     """
-    live, schedulers = [_unwrap(o) for o in optimizers], list(schedulers)
+    live, schedulers = [unwrap(o) for o in optimizers], list(schedulers)
     if len(live) != len(saved):
         raise QKWatchError(f"the checkpoint has {len(saved)} optimizers, this run {len(live)}; use as many")
     known = {clean_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
@@ -163,26 +155,6 @@ def regroup(
         )
     for optimizer, records, groups in zip(live, saved, wanted, strict=True):
         _rebuild(optimizer, [r["source"] for r in records], groups, names, schedulers)
-
-
-def clean_name(name: str) -> str:
-    """A parameter's name without the segments that wrappers (compile, checkpointing, FSDP) put in.
-
-    >>> clean_name("_orig_mod.blocks.0._checkpoint_wrapped_module.q.weight")
-    'blocks.0.q.weight'
-    """
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
-def _unwrap(optimizer: Any) -> Any:
-    """The torch optimizer inside Lightning's, Fabric's or Accelerate's wrapper."""
-    for attribute in ("_optimizer", "optimizer"):
-        inner = getattr(optimizer, attribute, None)
-        if inner is not None and inner is not optimizer and hasattr(inner, "param_groups"):
-            return _unwrap(inner)
-    if not hasattr(optimizer, "param_groups"):
-        raise QKWatchError(f"{type(optimizer).__name__} has no param_groups; pass torch optimizers")
-    return optimizer
 
 
 def _index(optimizers: Sequence[Any]) -> dict[int, Place]:
@@ -211,9 +183,7 @@ def _choose(optimizers: Sequence[Any], kin: Sequence[nn.Parameter], name: str) -
     places: list[Place] = []
     for i, optimizer in enumerate(optimizers):
         for j, group in enumerate(optimizer.param_groups):
-            hits.setdefault((i, group.get(GROUP_KEY, j)), []).extend(
-                p for p in group["params"] if id(p) in ids
-            )
+            hits.setdefault((i, group.get(GROUP_KEY, j)), []).extend(p for p in group["params"] if id(p) in ids)
             if GROUP_KEY not in group and _takes(optimizer, group):
                 places.append((i, j))
     if any(found and isinstance(optimizers[i], torch.optim.LBFGS) for (i, _), found in hits.items()):
@@ -268,12 +238,12 @@ def _arrange(
         if GROUP_KEY not in group:
             _exempt(group)
         group[GROUP_KEY] = mark
-    _remap(schedulers, optimizer, origin, count)
+    remap(schedulers, optimizer, origin, count)
 
 
 def _clone(groups: Sequence[Group], index: int, members: Named) -> Group:
     """A group with the options of group `index`, and its own name (LearningRateMonitor insists on it)."""
-    fresh = {key: _twin(value) for key, value in groups[index].items()}
+    fresh = {key: twin(value) for key, value in groups[index].items()}
     fresh["params"] = [param for _, param in members]
     if "param_names" in fresh:
         fresh["param_names"] = [name for name, _ in members]
@@ -334,9 +304,7 @@ def _resolve(
     return [[next(outside) if n is None else known[n] for n in record["params"]] for record in records]
 
 
-def _match(
-    groups: Sequence[Group], marks: Sequence[int | None], wanted: list[list[nn.Parameter]]
-) -> list[int]:
+def _match(groups: Sequence[Group], marks: Sequence[int | None], wanted: list[list[nn.Parameter]]) -> list[int]:
     """Per saved group the present one it comes from: the largest overlap, for a clone its source's."""
     origin: list[int] = []
     free = [i for i, group in enumerate(groups) if GROUP_KEY not in group]
@@ -371,58 +339,6 @@ def _rebuild(
         group["params"][:] = members
         if "param_names" in group:
             group["param_names"][:] = [labels[id(p)] for p in members]
-
-
-def _remap(schedulers: Iterable[object], optimizer: Any, origin: Sequence[int], count: int) -> None:
-    """In every scheduler of `optimizer`, make entry k of each per-group list the old entry ``origin[k]``.
-
-    Lists are replaced, not changed: SequentialLR shares one with its child, and a saved state may hold one.
-    """
-    if list(origin) == list(range(count)):
-        return
-    seen: set[int] = set()
-    for scheduler in (s for root in schedulers for s in _walk(root, seen)):
-        its = _unwrap(scheduler.optimizer)
-        if its is not optimizer and its.param_groups is not optimizer.param_groups:
-            continue
-        for name, old in list(vars(scheduler).items()):
-            if isinstance(old, list | tuple) and len(old) == count and _PER_GROUP.fullmatch(name):
-                new = [_twin(old[i]) if i in origin[:k] else old[i] for k, i in enumerate(origin)]
-                setattr(scheduler, name, type(old)(new))
-
-
-def _walk(root: object, seen: set[int]) -> Iterator[Any]:
-    """The schedulers in `root`, itself included: nested ones, and those inside a config object or dict."""
-    if id(root) in seen:
-        return
-    seen.add(id(root))
-    if _is_scheduler(root):
-        yield root
-    for value in (root if isinstance(root, Mapping) else getattr(root, "__dict__", {})).values():
-        for child in value if isinstance(value, list | tuple) else (value,):
-            if _is_scheduler(child):
-                yield from _walk(child, seen)
-
-
-def _is_scheduler(value: object) -> bool:
-    """Told by what it has; an optimizer's wrapper also has a step and an optimizer, but param_groups too."""
-    if isinstance(value, nn.Module | type) or not hasattr(value, "step") or hasattr(value, "param_groups"):
-        return False
-    return hasattr(getattr(value, "optimizer", None), "param_groups")
-
-
-def _twin(value: Any) -> Any:
-    """A per-group value for one more group, apart where a change to one would reach the other.
-
-    Functions are shared; a callable object is copied (shallowly): one that counts its calls would count those
-    of both groups.
-    """
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, types.FunctionType | types.MethodType | functools.partial | nn.Module | type):
-        return value
-    own = isinstance(value, list | dict) or (callable(value) and getattr(value, "__dict__", None))
-    return copy.copy(value) if own else value
 
 
 def _some(names: Sequence[str]) -> str:

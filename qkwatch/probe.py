@@ -197,7 +197,8 @@ def find_taps(site: nn.Module, call: Call) -> Taps:
         raise Refusal(f"its forward could not be run again by itself ({type(error).__name__}: {error})") from error
     if not run.cores:
         raise Refusal("run again by itself, it computes no attention")
-    found = [_taps_of(site, core, run.leaves) for core in run.cores[:4]]
+    with torch.inference_mode(False), torch.enable_grad():
+        found = [_taps_of(site, core, run.leaves) for core in run.cores[:4]]
     taps = found[0]
     if any((t.q.module, t.k.module) != (taps.q.module, taps.k.module) for t in found):
         raise Refusal("it computes several attentions from different projections")

@@ -60,7 +60,7 @@ class Scout:
         self._root, self._on_done = unwrap(model), on_done
         self._names = {id(m): name for name, m in reversed(named_modules(model).items())}
         self._rows = rows
-        self._stack = ModuleStack(self._left)
+        self.stack = ModuleStack(self._left)
         self._sightings: list[_Sighting] = []
         self._calls: dict[int, Call] = {}
         self._wanted: set[int] = set()
@@ -76,19 +76,19 @@ class Scout:
         self.fault: Exception | None = None
 
     def __enter__(self) -> Scout:
-        self._stack.__enter__()
+        self.stack.__enter__()
         self.capture.__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.capture.__exit__(*exc)
-        self._stack.__exit__(*exc)
+        self.stack.__exit__(*exc)
 
     def _fail(self, fault: Exception) -> None:
         self.fault = self.fault or fault
 
     def _chain(self) -> list[nn.Module]:
-        return [m for m in reversed(self._stack.frames) if id(m) in self._names]
+        return [m for m in reversed(self.stack.frames) if id(m) in self._names]
 
     def _unseen(self, operation: str) -> None:
         chain = self._chain()
@@ -117,7 +117,9 @@ class Scout:
         self._add(core, chain, call)
 
     def _left(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if id(module) in self._wanted and id(module) not in self._calls and not self.capture.paused:
+        if self.capture.paused:
+            return
+        if id(module) in self._wanted and id(module) not in self._calls:
             self._calls[id(module)] = Call.of(args, kwargs)
         if module is self._root and self._on_done is not None:
             self._on_done()

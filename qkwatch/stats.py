@@ -44,42 +44,26 @@ COLUMNS = MAXIMA + SUMS
 
 @dataclass(frozen=True)
 class Reading:
-    """One site's per-head statistics at one step. Tensors: float32, on the CPU, `(H,)`; nan = not measured.
-
-    max_logit: largest |logit| on visible entries (inf where a measured row held NaN or +inf).
-    margin: largest row max - row mean over visible keys.
-    entropy: mean of H / ln(visible keys), 0..1, over rows with >= 16 visible keys (>= 2 where no row has 16).
-    entropy_nats: mean entropy of all measured rows, nats.
-    saturated: share of rows (>= 2 visible keys) whose largest weight is above .99.
-    grad_signal: mean of 1 - sum p^2, the trace of the softmax Jacobian.
-    q_rms, k_rms: root mean square over D, averaged over tokens.
-    entropy_corrected: `entropy` without key 0 and keys with mean mass > .3, renormalised; nan for sinks.
-    sink_mass: mean mass on those dropped keys, 0..1.
-    over_100: share of visible entries with |logit| > 100.
-    nonfinite: measured rows that held NaN or +inf; they are in none of the means.
-    rows, excluded_rows: query rows (B x T) measured, and left out as fully masked or padded.
-    exact: all rows were measured, not a sample.
-    bias_max: largest |additive bias| on entries that it leaves visible; None where none was seen.
-    """
+    """One site's per-head statistics at one step. Tensors: float32, on the CPU, `(H,)`; nan = not measured."""
 
     site: str
-    max_logit: Tensor
-    margin: Tensor
-    entropy: Tensor
-    entropy_nats: Tensor
-    saturated: Tensor
-    grad_signal: Tensor
-    q_rms: Tensor
+    max_logit: Tensor  # largest |logit| on visible entries; inf where a measured row held NaN or +inf
+    margin: Tensor  # largest row max - row mean over visible keys
+    entropy: Tensor  # mean of H / ln(visible keys), 0..1, rows with >= 16 visible keys (>= 2 where none has 16)
+    entropy_nats: Tensor  # mean entropy of all measured rows, nats
+    saturated: Tensor  # share of rows (>= 2 visible keys) whose largest weight is above .99
+    grad_signal: Tensor  # mean of 1 - sum p^2, the trace of the softmax Jacobian
+    q_rms: Tensor  # root mean square over D, averaged over tokens
     k_rms: Tensor
-    entropy_corrected: Tensor
-    sink_mass: Tensor
-    over_100: Tensor
-    nonfinite: Tensor
-    rows: int
-    excluded_rows: int
-    exact: bool
+    entropy_corrected: Tensor  # entropy off key 0 and keys with mean mass > .3, renormalised; nan for a sink head
+    sink_mass: Tensor  # mean mass on those dropped keys, 0..1
+    over_100: Tensor  # share of visible entries with |logit| > 100
+    nonfinite: Tensor  # measured rows that held NaN or +inf; they are in none of the means
+    rows: int  # query rows (B x T) measured
+    excluded_rows: int  # left out as fully masked or padded
+    exact: bool  # all rows were measured, not a sample
     step: int | None = None
-    bias_max: Tensor | None = None
+    bias_max: Tensor | None = None  # largest |additive bias| on entries it leaves visible; None where none was seen
 
     @property
     def heads(self) -> int:
