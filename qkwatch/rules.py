@@ -216,7 +216,8 @@ def _logit_findings(now: _Now, past: History, limits: Thresholds) -> list[_Findi
         lasting = set()
     info, early, warn = over(limits.info_logit), over(limits.early_logit), over(limits.warn_logit)
     critical, fatal, high = over(limits.critical_logit), over(limits.fatal_logit), over(limits.double_logit)
-    rising = {h for h in early if past.rising("top", h, limits) is not None}
+    rising = {h for h in warn if past.rising("top", h, limits) is not None}
+    coming = {h for h in early if past.rising("top", h, limits, limits.early_margin) is not None}
     shared = {h for h in warn if (now.over_100[h] or 0.0) > limits.over_100_share}
     twice = {h for h in high if doubled([(row.step, row.top[h]) for row in past.scales[0]], limits)}
     bad, top = now.non_finite, "max logit above {:,g}".format
@@ -224,7 +225,7 @@ def _logit_findings(now: _Now, past: History, limits: Thresholds) -> list[_Findi
         ("non_finite", Level.FATAL, bad, bad, "NaN or inf among the logits"),
         ("max_logit", Level.FATAL, fatal - bad, fatal - bad, top(limits.fatal_logit)),
         ("max_logit", Level.CRITICAL, lasting, critical, top(limits.critical_logit)),
-        ("rising", Level.WARN, warn & rising, warn, top(limits.warn_logit) + " and rising"),
+        ("rising", Level.WARN, rising, warn, top(limits.warn_logit) + " and rising"),
         (
             "over_100",
             Level.WARN,
@@ -233,7 +234,7 @@ def _logit_findings(now: _Now, past: History, limits: Thresholds) -> list[_Findi
             f"more than {limits.over_100_share:.2g} of the logits above 100",
         ),
         ("doubling", Level.WARN, twice, high, f"max logit doubled within {limits.double_within} steps"),
-        ("early", Level.WARN, rising, early, top(limits.early_logit) + " and rising"),
+        ("early", Level.WARN, coming, early, top(limits.early_logit) + " and rising"),
         ("max_logit", Level.INFO, info, info, top(limits.info_logit)),
     ]
     return [_Finding("logit", *row) for row in table]

@@ -48,12 +48,13 @@ class History:
         rows = ((r.step, getattr(r, what)[head]) for r in self.scales[depth])
         return [(step, math.log(max(value, 1e-9))) for step, value in rows if value is not None]
 
-    def rising(self, what: str, head: int, limits: Thresholds) -> int | None:
-        """The fastest scale on which the head's value rises; None where it does on none."""
-        return next((d for d in range(_SCALES) if rises(self.series(d, what, head), limits)), None)
+    def rising(self, what: str, head: int, limits: Thresholds, margin: float | None = None) -> int | None:
+        """The fastest scale on which the head's value rises by ``margin``; None where it does on none."""
+        scales = range(_SCALES)
+        return next((d for d in scales if rises(self.series(d, what, head), limits, margin)), None)
 
 
-def rises(series: list[tuple[int, float]], limits: Thresholds) -> bool:
+def rises(series: list[tuple[int, float]], limits: Thresholds, margin: float | None = None) -> bool:
     """Whether a noisy log series rises: recent median over older median, in units of one reading's noise.
 
     The noise is the MAD about a robust line: a steady trend is no noise, slow wandering is no trend.
@@ -63,7 +64,7 @@ def rises(series: list[tuple[int, float]], limits: Thresholds) -> bool:
     if len(x) < p or x[-1] <= x[-p]:
         return False
     growth = median(x[-p:]) - median(x[:-p]) if len(x) >= 2 * p else x[-1] - x[0]
-    if growth < math.log1p(limits.rise_margin):
+    if growth < math.log1p(limits.rise_margin if margin is None else margin):
         return False
     slope = median(slopes(list(enumerate(x))))
     offsets = [value - slope * i for i, value in enumerate(x)]
