@@ -5,41 +5,33 @@ from __future__ import annotations
 import functools
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar, cast
 
 import torch
 
-from qkwatch import trainers
-from qkwatch.errors import QKWatchError, unknown
-from qkwatch.modules import named_modules
+from qkwatch import checkpoints, trainers
+from qkwatch.adopt import adopt_
+from qkwatch.errors import QKWatchError
+from qkwatch.midrun import Retrofit, patch_, set_ramp
 from qkwatch.monitor import Monitor
-from qkwatch.norms import QKNorm, Variant, get_variant
-from qkwatch.optim import group_names, regroup
+from qkwatch.norms import Variant, get_variant
+from qkwatch.options import check_options
 from qkwatch.panels import Panels
-from qkwatch.plan import RetrofitPlan
+from qkwatch.ranks import average_gradients
 from qkwatch.report import alert_text, reading_table, retrofit_text, say, summary
-from qkwatch.retrofit import (
-    RetrofitReport,
-    match_,
-    norm_parameters,
-    patched_sites,
-    plan_of,
-    retrofit_,
-)
+from qkwatch.retrofit import RetrofitReport, patched_sites
 from qkwatch.rules import Alert, Level, Thresholds
 from qkwatch.sites import Site
 from qkwatch.stats import Reading
 
 HISTORY = 128  # steps of readings kept in `QKWatch.history`
-KEY = "qkwatch"  # of our entry in a checkpoint
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 def guarded(hook: Hook) -> Hook:
-    """A fault of the monitor never stops training: one warning, and the monitor stands down.
+    """A fault of ours never stops training: one warning, and the monitor stands down.
 
     A `QKWatchError` is bad input and does stop it, and so does any fault under ``on_error="raise"``.
     """
@@ -50,32 +42,14 @@ def guarded(hook: Hook) -> Hook:
             return None
         try:
             return hook(self, *args, **kwargs)
-        except QKWatchError:
+        except BaseException as fault:
             self._detach()
-            raise
-        except Exception as fault:
-            self._detach()
-            if self.on_error == "raise":
+            if isinstance(fault, QKWatchError) or not isinstance(fault, Exception) or self.on_error == "raise":
                 raise
-            self._stood_down = True
-            warnings.warn(
-                f"QKWatch stands down after {type(fault).__name__} in {hook.__name__}: {fault}. Training goes on; "
-                'on_error="raise" shows where.',
-                stacklevel=2,
-            )
+            self._stand_down(hook.__name__, fault)
             return None
 
     return cast(Hook, run)
-
-
-@dataclass
-class Retrofit:
-    """One entry of `QKWatch.retrofits`: what was done after which step, and the training loss around it."""
-
-    step: int
-    report: RetrofitReport
-    loss_before: float | None = None
-    loss_after: float | None = None
 
 
 class QKWatch(*trainers.callback_bases()):  # type: ignore[misc]
@@ -133,46 +107,29 @@ class QKWatch(*trainers.callback_bases()):  # type: ignore[misc]
         self.cap, self.max_gain, self.ramp_steps = cap, max_gain, ramp_steps
         self.thresholds, self.layers, self.rows = thresholds or Thresholds(), layers, rows
         self.console, self.on_error = console, on_error
-        self._check_options()
+        check_options(self)
+        self._monitor: Monitor | None = None
+        self._panels: Panels | None = None
+        self._load_hooks: list[Any] = []  # so that models fit themselves to what they load
+        self._stood_down = False
+        self._warned: set[str] = set()
+        self._saved: dict[str, Any] = {}  # of a checkpoint, until the fit starts
+        self._groups: Any = None  # likewise
+        self._new: list[torch.nn.Parameter] = []  # born after the strategy wrapped the model
+        self._step = self._global_step = 0  # when the batch began
+        self._forget()
+
+    def _forget(self) -> None:
+        """As at the start of a run."""
         self.readings: list[Reading] = []
         self.history: deque[tuple[int, list[Reading]]] = deque(maxlen=HISTORY)
         self.alerts: list[Alert] = []
         self.retrofits: list[Retrofit] = []
         self._measured = 0
-        self._stood_down = False
-        self._monitor: Monitor | None = None
-        self._panels: Panels | None = None
         self._pending: str | None = None  # why a retrofit is due
         self._decided = False  # a retrofit was made or refused
         self._ramp_from: int | None = None
-        self._new: list[torch.nn.Parameter] = []  # born after the strategy wrapped the model
-        self._saved: dict[str, Any] = {}
-        self._groups: list[Any] | None = None
-        self._load_hook: Any = None
-        self._said: set[str] = set()
-        self._step_at_start = self._global_step = 0
         self._loss: float | None = None
-
-    def _check_options(self) -> None:
-        for name, value, known in (
-            ("retrofit", self.retrofit, ("off", "auto", "now")),
-            ("on_error", self.on_error, ("warn", "raise")),
-        ):
-            if value not in known:
-                raise unknown(f"QKWatch {name}", value, known)
-        if isinstance(self.rows, bool) or not (self.rows in ("all", "auto") or isinstance(self.rows, int)):
-            raise unknown("QKWatch rows", self.rows, ("all", "auto", "a whole number"))
-        if isinstance(self.rows, int) and self.rows < 1:
-            raise QKWatchError(f"QKWatch rows must be at least 1, got {self.rows}")
-        for name, least in (("every_n_steps", 1), ("ramp_steps", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise QKWatchError(f"QKWatch {name} must be a whole number of at least {least}, got {value!r}")
-        for name, value in (("cap", self.cap), ("max_gain", self.max_gain)):
-            if value is not None and not value > 0:
-                raise QKWatchError(f"QKWatch {name} must be positive, got {value!r}")
-        if not isinstance(self.thresholds, Thresholds):
-            raise QKWatchError(f"QKWatch thresholds must be a Thresholds, got {type(self.thresholds).__name__}")
 
     @property
     def state_key(self) -> str:
@@ -187,183 +144,159 @@ class QKWatch(*trainers.callback_bases()):  # type: ignore[misc]
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if sum(isinstance(callback, QKWatch) for callback in trainer.callbacks) > 1:
             raise QKWatchError("a Trainer takes one QKWatch; its layers= may be a list of globs")
-        if self._load_hook is None:
-            self._load_hook = pl_module.register_load_state_dict_pre_hook(_match_incoming)
+        self._unfollow()
+        # weight averages that were made before this point are told; later ones copy the hook with the model
+        models = [pl_module, *trainers.averaged_models(trainer)]
+        self._load_hooks = [checkpoints.follow(model) for model in models]
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        self._groups = checkpoint.get(KEY, {}).get("groups")
+        self._groups = checkpoints.saved_groups(checkpoint)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved = dict(state_dict)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        self._stood_down = False
-        self._new = []
-        self._monitor = Monitor(
-            pl_module,
-            every_n_steps=self.every_n_steps,
-            layers=self.layers,
-            rows=self.rows,
-            thresholds=self.thresholds,
-            on_fault=self._fault,
-            on_unseen=self._unseen,
-            ranks=trainers.ranks(trainer),
+        before, self._monitor = (
+            self._monitor,
+            Monitor(
+                pl_module,
+                every_n_steps=self.every_n_steps,
+                layers=self.layers,
+                rows=self.rows,
+                thresholds=self.thresholds,
+                on_fault=self._fault,
+                on_unseen=self._unseen,
+                ranks=trainers.ranks(trainer),
+            ),
         )
-        self._regroup(trainer, pl_module)
-        self._resume(pl_module)
+        self._stood_down, self._new = False, []
+        groups, self._groups = self._groups, None
+        checkpoints.restore_groups(groups, pl_module, trainer.optimizers, trainers.schedulers(trainer))
+        self._go_on(self._monitor, before if trainers.step(trainer) else None)
+        self._decided = bool(patched_sites(pl_module)) or (self._decided and not _any_applied(self.retrofits))
+
+    def _go_on(self, monitor: Monitor, before: Monitor | None) -> None:
+        """From a checkpoint; where the same Trainer stopped; or from the start."""
+        saved, self._saved = self._saved, {}
+        if saved:
+            self._forget()
+            monitor.rules.load_state_dict(saved["rules"])
+            monitor.last_measured, self._measured = saved["last_measured"], saved["measured"]
+            self._decided, self._pending, self._ramp_from = saved["decided"], saved["pending"], saved["ramp_from"]
+            self.alerts = [checkpoints.alert_from_list(alert) for alert in saved["alerts"]]
+        elif before is not None:
+            monitor.rules, monitor.last_measured = before.rules, before.last_measured
+        else:
+            self._forget()
 
     @guarded
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._panels = Panels(trainer.loggers if trainer.is_global_zero and not trainer.fast_dev_run else [])
-
-    def _regroup(self, trainer: Any, pl_module: Any) -> None:
-        """Optimizer groups as they were saved, before their state is loaded by index; gains out of weight decay."""
-        schedulers = trainers.schedulers(trainer)
-        groups, self._groups = self._groups, None
-        if groups is not None and trainer.optimizers:
-            regroup(trainer.optimizers, pl_module, groups, schedulers)
-        if norm_parameters(pl_module) and trainer.optimizers:
-            trainers.train_norms(trainer, pl_module)
-
-    def _resume(self, pl_module: Any) -> None:
-        """Go on from the callback's own saved state."""
-        saved, self._saved = self._saved, {}
-        self._decided = bool(patched_sites(pl_module))
-        self._pending = None
-        if not saved or self._monitor is None:
-            self._ramp_from = None
-            return
-        self._monitor.rules.load_state_dict(saved["rules"])
-        self._monitor.last_measured = saved["last_measured"]
-        self._decided |= saved["decided"]
-        self._pending, self._ramp_from = saved["pending"], saved["ramp_from"]
-        self._measured = saved["measured"]
-        self.alerts = [
-            Alert(Level(level), step, site, tuple(heads), rule, message)
-            for level, step, site, heads, rule, message in saved["alerts"]
-        ]
+        # of a model that came patched: after the optimizers' state was loaded by index, no sooner
+        if trainer.optimizers and trainers.refuses_patches(trainer) is None:
+            adopt_(pl_module, trainer.optimizers, trainers.schedulers(trainer))
 
     # -- one step -------------------------------------------------------------------------------------------
 
     @guarded
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         assert self._monitor is not None
-        step = self._step_at_start = trainers.step(trainer)
+        step = self._step = trainers.step(trainer)
         self._global_step = trainer.global_step
-        self._ramp(pl_module, step)
-        if self.retrofit == "now" and not self._decided and self._pending is None:
-            self._pending = 'retrofit="now"'
-        if self._pending is not None:
+        if self.retrofit == "now" and not self._decided:
+            self._pending = self._pending or 'retrofit="now"'
+        if self._pending is not None and self._monitor.keep_due(step):
             self._monitor.begin(step, keep_calls=True)
         elif self._monitor.due(step):
             self._monitor.begin(step)
+        self._ramp(pl_module, step)
 
     @guarded
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:
         assert self._monitor is not None
-        self._monitor.end_forward()
+        if pl_module.automatic_optimization:  # otherwise more forward passes may follow, of other submodules
+            self._monitor.end_forward()
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        trainers.average_gradients(trainer, self._new)
+        if self._new:
+            average_gradients(self._new)
 
     @guarded
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         assert self._monitor is not None
-        self._monitor.end_forward()
-        step = self._step_at_start
-        readings, alerts = self._monitor.collect(step)
+        readings, alerts = self._monitor.collect(self._step)
         if readings:
-            self._take(trainer, pl_module, step, readings, alerts)
-        self._note_loss(outputs, step)
-        if self._monitor.found_nothing:
-            self._say_once(
-                trainer, "no-attention", "QKWatch found no softmax attention in this model: nothing to watch"
-            )
+            self._take(trainer, pl_module, readings, alerts)
+        self._note_loss(outputs)
         if self._pending is not None and not self._decided and trainer.global_step != self._global_step:
-            self._patch(trainer, pl_module, step)
+            self._patch(trainer, pl_module)
         if self._pending is None:
             self._monitor.drop_calls()
+        if self._monitor.empty and self._first_time("empty"):
+            self._say(trainer, "qkwatch: no softmax attention ran in this model's forward pass: nothing to watch")
 
-    def _take(self, trainer: Any, pl_module: Any, step: int, readings: list[Reading], alerts: list[Alert]) -> None:
+    def _take(self, trainer: Any, pl_module: Any, readings: list[Reading], alerts: list[Alert]) -> None:
+        loud = [alert for alert in alerts if alert.level >= Level.WARN]
+        if loud and self.retrofit == "auto" and not self._decided:
+            self._pending = f"alert at step {self._step}"
         self.readings = readings
-        self.history.append((step, readings))
+        self.history.append((self._step, readings))
         self._measured += 1
         self.alerts += alerts
-        aggregates = trainers.aggregates(readings, alerts)
-        trainers.log(pl_module, aggregates)
+        trainers.log(pl_module, trainers.aggregates(readings, alerts))
         if self._panels is not None:
-            self._panels.readings(readings, step)
+            self._panels.readings(readings, self._step)
             if alerts:
-                self._panels.alerts(alerts, step)
-        for alert in alerts:
-            if alert.level >= Level.WARN:
-                self._say(trainer, alert_text(alert))
-        if any(a.level >= Level.WARN for a in alerts):
-            self._say(trainer, reading_table(readings, title=f"attention at step {step}", most=8))
-            if self.retrofit == "auto" and not self._decided:
-                self._pending = f"alert at step {step}"
+                self._panels.alerts(alerts, self._step)
+        for alert in loud:
+            self._say(trainer, alert_text(alert))
+        if loud:
+            self._say(trainer, reading_table(readings, title=f"attention at step {self._step}", most=8))
 
     # -- the retrofit ---------------------------------------------------------------------------------------
 
-    def _patch(self, trainer: Any, pl_module: Any, step: int) -> None:
-        """Patch between two optimizer steps; all ranks the same."""
+    def _patch(self, trainer: Any, pl_module: Any) -> None:
+        """Between two optimizer steps, never inside an accumulation window; all ranks the same."""
         assert self._monitor is not None
-        sites = [site for site in self._monitor.sites if site.call is not None or not site.retrofittable]
+        sites, new = self._monitor.sites, []
         if not sites:
-            return  # nothing ran in this step; try again at the next
+            return  # nothing has run yet; the next step may be another
         self._decided, self._pending = True, None
-        refusal = trainers.refuses_patches(trainer)
-        if refusal is not None:
-            report = RetrofitReport(refused={site.name: refusal for site in sites})
-        else:
-            report = self._retrofit(pl_module, sites)
+        try:
+            report, new = patch_(trainer, pl_module, sites, self._monitor.ranks, self.variant, self.cap, self.max_gain)
+        except Exception as fault:
+            if self.on_error == "raise":
+                raise
+            self._warn_once("retrofit", f"the retrofit failed ({_text(fault)}): the model is as before, and watched")
+            report = RetrofitReport(refused={site.name: _text(fault) for site in sites})
         if report.applied:
-            new = trainers.train_norms(trainer, pl_module)
             self._new += new if self._monitor.ranks.size > 1 else []
             self._monitor.rules.forget(report.applied)
-            self._ramp_from = step if self.ramp_steps else None
-            self._ramp(pl_module, step)
-        self._monitor.reset_sites()
-        self.retrofits.append(Retrofit(step, report, loss_before=self._loss))
+            self._monitor.reset_sites()
+            self._ramp_from = self._step if self.ramp_steps else None
+            self._ramp(pl_module, self._step)
+        self.retrofits.append(Retrofit(self._step, report, loss_before=self._loss))
         text = retrofit_text(report)
         self._say(trainer, text)
         if self._panels is not None:
-            self._panels.retrofit(text.plain, step)
-
-    def _retrofit(self, pl_module: Any, sites: list[Site]) -> RetrofitReport:
-        """Rank zero measures and decides, the others do what it did."""
-        assert self._monitor is not None
-        ranks = self._monitor.ranks
-        if ranks.size == 1:
-            return retrofit_(pl_module, sites, self.variant, self.cap, self.max_gain)
-        report = RetrofitReport()
-        if trainers.is_rank_zero():
-            report = retrofit_(pl_module, sites, self.variant, self.cap, self.max_gain)
-        told = ranks.broadcast((report.refused, report.drift, report.plan.to_dict()))
-        if trainers.is_rank_zero():
-            return report
-        refused, drift, plan = told
-        report = retrofit_(pl_module, plan=RetrofitPlan.from_dict(plan))
-        report.refused, report.drift = refused, drift
-        return report
+            self._panels.retrofit(text.plain, self._step)
 
     def _ramp(self, pl_module: Any, step: int) -> None:
         if self._ramp_from is None:
             return
-        alpha: float | None = (step - self._ramp_from) / self.ramp_steps if self.ramp_steps else 1.0
-        if alpha is not None and alpha >= 1.0:
-            alpha = self._ramp_from = None
-        for module in named_modules(pl_module).values():
-            if isinstance(module, QKNorm):
-                module.set_ramp(alpha)
+        alpha = (step - self._ramp_from) / self.ramp_steps if self.ramp_steps else 1.0
+        if alpha >= 1.0:
+            self._ramp_from = None
+        set_ramp(pl_module, alpha if alpha < 1.0 else None)
 
-    def _note_loss(self, outputs: Any, step: int) -> None:
-        """Loss around a retrofit; nothing is moved from the device on any other step."""
-        waiting = self.retrofits[-1] if self.retrofits and self.retrofits[-1].loss_after is None else None
-        if self._pending is None and (waiting is None or waiting.step == step):
-            return
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        value = float(loss.detach()) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
-        self._loss = value
-        if waiting is not None and waiting.step != step:
-            waiting.loss_after = value
+    def _note_loss(self, outputs: Any) -> None:
+        """The loss around a retrofit; nothing is moved from the device on any other step."""
+        last = self.retrofits[-1] if self.retrofits else None
+        waiting = last is not None and last.loss_after is None and last.step != self._step
+        if self._pending is not None or waiting:
+            self._loss = trainers.loss_of(outputs)
+        if last is not None and waiting:
+            last.loss_after = self._loss
 
     # -- afterwards -----------------------------------------------------------------------------------------
 
@@ -387,13 +320,10 @@ class QKWatch(*trainers.callback_bases()):  # type: ignore[misc]
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self._detach()
-        if self._load_hook is not None:
-            self._load_hook.remove()
-            self._load_hook = None
+        self._unfollow()
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        if patched_sites(pl_module):
-            checkpoint[KEY] = {"groups": [group_names(o, pl_module) for o in trainer.optimizers]}
+        checkpoints.save_groups(checkpoint, pl_module, trainer.optimizers)
 
     def state_dict(self) -> dict[str, Any]:
         if self._monitor is None:
@@ -405,48 +335,58 @@ class QKWatch(*trainers.callback_bases()):  # type: ignore[misc]
             "decided": self._decided,
             "pending": self._pending,
             "ramp_from": self._ramp_from,
-            "alerts": [[int(a.level), a.step, a.site, list(a.heads), a.rule, a.message] for a in self.alerts],
+            "alerts": [checkpoints.alert_to_list(alert) for alert in self.alerts],
         }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._saved = dict(state_dict)
-
-    # -- saying things --------------------------------------------------------------------------------------
 
     def _detach(self) -> None:
         if self._monitor is not None:
             self._monitor.discard()
 
+    def _unfollow(self) -> None:
+        for handle in self._load_hooks:
+            handle.remove()
+        self._load_hooks = []
+
+    # -- saying things --------------------------------------------------------------------------------------
+
     def _say(self, trainer: Any, renderable: Any) -> None:
         if self.console and trainer.is_global_zero:
             say(renderable, trainer.progress_bar_callback)
 
-    def _say_once(self, trainer: Any, key: str, text: str) -> None:
-        if key not in self._said:
-            self._said.add(key)
-            self._say(trainer, text)
+    def _first_time(self, key: str) -> bool:
+        known = key in self._warned
+        self._warned.add(key)
+        return not known
+
+    def _warn_once(self, key: str, text: str) -> None:
+        if self._first_time(key):
+            warnings.warn(f"QKWatch: {text}", stacklevel=4)
+
+    def _stand_down(self, hook: str, fault: Exception) -> None:
+        """With several ranks the others learn of it at the next measured step; until then this one keeps step."""
+        alone = self._monitor is None or self._monitor.ranks.size == 1
+        told = self._monitor is not None and self._monitor.told
+        self._stood_down = alone or told
+        if self._monitor is not None and not self._stood_down:
+            self._monitor.broken = self._monitor.broken or fault
+        self._warn_once(
+            "fault", f'stands down after {_text(fault)} in {hook}. Training goes on; on_error="raise" shows where'
+        )
 
     def _fault(self, site: str, fault: Exception) -> None:
         if self.on_error == "raise":
             raise fault
-        if site not in self._said:
-            self._said.add(site)
-            where = f"of {site!r} " if site else ""
-            warnings.warn(
-                f"QKWatch: a measurement {where}failed ({type(fault).__name__}: {fault}): not measured",
-                stacklevel=2,
-            )
+        self._warn_once(
+            "measure", f"a measurement failed ({_text(fault)}){f' at {site}' if site else ''}: not measured"
+        )
 
     def _unseen(self, site: str, operation: str) -> None:
-        if site not in self._said:
-            self._said.add(site)
-            warnings.warn(
-                f"QKWatch: {site or 'the model'} runs {operation}, which cannot be looked into: not measured",
-                stacklevel=2,
-            )
+        self._warn_once(site, f"{site or 'the model'} runs {operation}, which cannot be looked into: not measured")
 
 
-def _match_incoming(module: torch.nn.Module, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-    """Patch, or unpatch, until the model's structure is that of the weights that are about to be loaded."""
-    if not prefix:
-        match_(module, plan_of(state_dict), present=state_dict)
+def _any_applied(retrofits: Sequence[Retrofit]) -> bool:
+    return any(entry.report.applied for entry in retrofits)
+
+
+def _text(fault: BaseException) -> str:
+    return f"{type(fault).__name__}: {fault}"

@@ -7,8 +7,9 @@ names, no layout tables; an eager, an SDPA and an ``nn.MultiheadAttention`` core
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,6 +150,19 @@ def _fused_ops() -> dict[Any, tuple[int | str, int | str]]:
 
 
 _FUSED = _fused_ops()
+_ALONE: list[CoreCapture] = []
+
+
+def _is_composite(func: Any, args: Any) -> bool:
+    """Made of other operations only. Autograd takes these apart before they get here; inference mode does not."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return False
+    first = next(iter(_tensors(args)), None)
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    if first is None or not has_kernel(func.name(), "CompositeImplicitAutograd"):
+        return False
+    # a kernel of the device's own would be passed over, and the outputs might differ in the last bit
+    return not has_kernel(func.name(), first.device.type.upper())
 
 
 def _argument(args: Any, kwargs: Any, place: int | str, default: Any) -> Any:
@@ -186,6 +200,15 @@ class CoreCapture(TorchDispatchMode):
         self._count = 0
         self.paused = False
 
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """What runs now is a probe of ours: no other capture may take it for a forward pass of the model."""
+        _ALONE.append(self)
+        try:
+            yield
+        finally:
+            _ALONE.pop()
+
     def redirect(self, other: CoreCapture) -> None:
         """From now on call back whom ``other`` would."""
         self._on_core, self._on_confirm, self._on_unseen = other._on_core, other._on_confirm, other._on_unseen
@@ -194,8 +217,13 @@ class CoreCapture(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.paused or (_ALONE and _ALONE[-1] is not self):
+            return func(*args, **kwargs)
+        if torch.is_inference_mode_enabled() and _is_composite(func, args):
+            with self:
+                return func.decompose(*args, **kwargs)
         out = func(*args, **kwargs)
-        if not self.paused and not in_backward():
+        if not in_backward():
             try:
                 self._note(func, args, kwargs, out)
             except Exception as fault:

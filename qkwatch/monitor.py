@@ -46,6 +46,8 @@ class Monitor:
         sites: what is watched; known once the first measured forward pass has ended.
         last_measured: the step of the last `begin`.
         broken: what failed on this rank; `collect` tells the others, and raises on all of them.
+        told: all ranks have been told.
+        empty: the last search saw no attention.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Monitor:
         self.sites: list[Site] = []
         self.last_measured: int | None = None
         self.broken: Exception | None = None
+        self.told = self.empty = False
         self._layers, self._rows = layers, rows
         self._on_fault, self._on_unseen = on_fault, on_unseen
         self._known: list[Site] = []  # also those that `layers` leaves out
@@ -90,7 +93,7 @@ class Monitor:
 
     @property
     def found_nothing(self) -> bool:
-        """The model has been searched often enough: it has no attention."""
+        """Searched often enough, in vain."""
         return not self._known and not self._searching and self._searches >= _SEARCHES
 
     def begin(self, step: int, *, keep_calls: bool = False) -> None:
@@ -119,7 +122,8 @@ class Monitor:
             self._settle(finished if isinstance(finished, Scout) else None)
         if isinstance(finished, Observer):
             self._strangers |= finished.strangers
-        self._packs = finished.packs if finished is not None else []
+        if finished is not None:
+            self._packs = finished.packs
 
     def collect(self, step: int) -> tuple[list[Reading], list[Alert]]:
         """The readings of the pass that ended, one per site, reduced over ranks, and what the rules say.
@@ -161,9 +165,7 @@ class Monitor:
         if self._searching:
             active: Scout | Observer = Scout(self.model, self._rows)
         else:
-            active = Observer(
-                self.sites, self._rows, on_fault=self._on_fault, keep_calls=keep_calls, known=self._known
-            )
+            active = Observer(self.sites, self._rows, on_fault=self._on_fault, keep_calls=keep_calls, known=self._known)
         # a compiled model runs eagerly in this step: hooks and modes do not reach into compiled code
         self._stance = torch.compiler.set_stance("force_eager")
         self._active = active
@@ -199,6 +201,7 @@ class Monitor:
         if scout is not None and scout.fault is not None:
             self._on_fault("", scout.fault)
         self._known = self._agree(found) if self.ranks.size > 1 else found
+        self.empty = not self._known and (scout is None or scout.fault is None)
         self.sites = select(self._known, self._layers) if self._known else []
 
     def _agree(self, found: list[Site]) -> list[Site]:
@@ -246,6 +249,7 @@ class Monitor:
         total = torch.cat([gathered[..., :cut].amax(0), gathered[..., cut:].sum(0)], -1)
         self._strangers = bool(total[-1, 0] > 0)
         if bool(total[-1, 1] > 0):
+            self.told = True
             raise self.broken or Broken("the monitor failed on another rank")
         totals = total[:-1].split([len(part) for part in parts]) if parts else ()
         # whether a reading is exact travels in its "sampled" column

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from qkwatch.capture import Core, CoreCapture
 from qkwatch.layout import Channels, HeadLayout
+from qkwatch.taps import parts_of
 
 
 class Refusal(Exception):
@@ -136,7 +137,7 @@ def replay(
         handles.append(target.register_forward_hook(lambda m, a, out, change=change: change(out)))
     args, kwargs = call.fresh()
     try:
-        with isolated(module, call.autocast), capture:
+        with isolated(module, call.autocast), capture, capture.alone():
             output = module(*args, **kwargs)
     finally:
         for handle in handles:
@@ -223,7 +224,7 @@ def _taps_of(site: nn.Module, core: Core, leaves: list[Leaf]) -> Taps:
     for leaf, channels, tensor in ((q_leaf, q_channels, queries), (k_leaf, k_channels, keys)):
         if not leaf.alone:
             raise Refusal(f"{type(leaf.module).__name__} returns more than one tensor")
-        taps.append(Tap(leaf.module, channels, _is_normed(leaf, tensor)))
+        taps.append(Tap(leaf.module, channels, _is_normed(leaf, channels, tensor)))
     return Taps(layout, *taps, self_attention=_same_input(q_leaf, k_leaf))
 
 
@@ -391,12 +392,14 @@ def _degree(core_tensor: Tensor, sources: list[Tensor]) -> float:
     return float(sum(pairs) / seed.float().square().sum().clamp_min(1e-30))
 
 
-def _is_normed(leaf: Leaf, core_tensor: Tensor) -> bool:
+def _is_normed(leaf: Leaf, channels: Channels, core_tensor: Tensor) -> bool:
     """Whether something between the projection and the core takes the length away.
 
     Either behind the tap (Euler's degree of q in the tap's output is 0, not 1) or in the tap itself (a norm
-    layer: its output stays when each sample of its input is scaled).
+    layer, or a projection of ours with its norm: these channels stay when each sample of the input is scaled).
     """
+    if any(channels.overlaps(ours) for ours, _ in parts_of(leaf.module)):
+        return True
     if _degree(core_tensor, [leaf.tensor]) < 0.1:
         return True
     inputs = [a for a in leaf.args if isinstance(a, Tensor) and a.is_floating_point()]
@@ -408,5 +411,6 @@ def _is_normed(leaf: Leaf, core_tensor: Tensor) -> bool:
     scale = torch.rand(x.shape[:axes], generator=generator).add(1.5).to(x)
     with isolated(leaf.module, {}), torch.no_grad():
         scaled = leaf.module(x * scale.reshape(*x.shape[:axes], *[1] * (x.ndim - axes)), *leaf.args[1:])
-    original = leaf.tensor.detach().float()
-    return bool((scaled.float() - original).norm() < 0.02 * original.norm())
+    index = channels.index(x.device).flatten()
+    original, scaled = (t.detach().float().movedim(channels.axis, -1)[..., index] for t in (leaf.tensor, scaled))
+    return bool((scaled - original).norm() < 0.02 * original.norm())

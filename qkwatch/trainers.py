@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from qkwatch.modules import named_modules
-from qkwatch.monitor import Ranks
-from qkwatch.optim import add_parameters
-from qkwatch.retrofit import norm_parameters, patched_sites
+from qkwatch.ranks import Ranks
 from qkwatch.rules import Alert
 from qkwatch.stats import Reading
+
+_REFUSALS = {
+    "DeepSpeedStrategy": "DeepSpeed has flattened the parameters",
+    "FSDPStrategy": "FSDP has flattened the parameters",
+    "ModelParallelStrategy": "the model is sharded (FSDP2 or tensor parallel), and its optimizer state goes by shards",
+}
+_REMEDY = (
+    "patch before it is wrapped: save a checkpoint, in configure_model (or before the Trainer sees the model) build "
+    "it, load the weights and call qkwatch.retrofit_(model, plan=...) or qkwatch.restore_, then shard and go on"
+)
 
 
 def callback_bases() -> tuple[type, ...]:
@@ -34,81 +41,51 @@ def step(trainer: Any) -> int:
 
 
 def schedulers(trainer: Any) -> list[Any]:
+    """The learning-rate schedulers themselves."""
     return [config.scheduler for config in trainer.lr_scheduler_configs]
-
-
-def train_norms(trainer: Any, pl_module: nn.Module) -> list[nn.Parameter]:
-    """Let the optimizers train the gains, without weight decay; returns those that were not trained before."""
-    known = {id(p) for o in trainer.optimizers for g in o.param_groups for p in g["params"]}
-    named = norm_parameters(pl_module)
-    modules = named_modules(pl_module)
-    beside = {}
-    for site in patched_sites(pl_module):
-        own = {id(p) for _, p in named}
-        kin = [p for p in modules[site].parameters() if id(p) not in own]
-        beside |= {name: kin for name, _ in named if name.startswith(f"{site}.qk_norm." if site else "qk_norm.")}
-    trained = [(name, p) for name, p in named if p.requires_grad]
-    add_parameters(trainer.optimizers, trained, beside=beside, schedulers=schedulers(trainer))
-    return [p for _, p in trained if id(p) not in known]
-
-
-def is_rank_zero() -> bool:
-    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
 
 def ranks(trainer: Any) -> Ranks:
     """How the processes of this Trainer talk."""
     if trainer.world_size == 1 or not torch.distributed.is_initialized():
         return Ranks()
-
-    def gather_objects(value: Any) -> list[Any]:
-        parts: list[Any] = [None] * trainer.world_size
-        torch.distributed.all_gather_object(parts, value)
-        return parts
-
-    def gather(values: Tensor) -> Tensor:
-        parts = [torch.empty_like(values) for _ in range(trainer.world_size)]
-        torch.distributed.all_gather(parts, values.contiguous())
-        return torch.stack(parts)
-
-    return Ranks(trainer.world_size, gather_objects, gather, trainer.strategy.broadcast)
-
-
-def average_gradients(trainer: Any, parameters: Sequence[nn.Parameter]) -> None:
-    """Mean over ranks of gradients that DistributedDataParallel, which wrapped before, knows nothing of."""
-    grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
-    if not grads:
-        return
-    flat = torch.cat([g.flatten() for g in grads])
-    torch.distributed.all_reduce(flat)
-    flat /= trainer.world_size
-    for parameter, grad, part in zip(parameters, grads, flat.split([g.numel() for g in grads]), strict=True):
-        parameter.grad = part.view_as(grad)
+    return Ranks.of_process_group(trainer.strategy.broadcast)
 
 
 def refuses_patches(trainer: Any) -> str | None:
     """Why this Trainer's strategy cannot take new parameters in mid-run; None where it can."""
-    name = type(trainer.strategy).__name__
-    if "DeepSpeed" in name:
-        return (
-            "DeepSpeed has flattened the parameters: save a checkpoint, patch the model with qkwatch.retrofit_ or "
-            "restore_ before the Trainer is built, and start from that"
-        )
-    if name == "FSDPStrategy":
-        return (
-            "FSDP1 has flattened the parameters: patch before the Trainer wraps the model (qkwatch.retrofit_), "
-            "or use ModelParallelStrategy (FSDP2)"
-        )
+    for kind in type(trainer.strategy).__mro__:
+        if kind.__name__ in _REFUSALS:
+            return f"{_REFUSALS[kind.__name__]}; {_REMEDY}"
     return None
 
 
+def averaged_models(trainer: Any) -> list[nn.Module]:
+    """The copies that WeightAveraging, EMAWeightAveraging and StochasticWeightAveraging keep of the model.
+
+    They pair parameters with the model's by position, so whatever happens to one must happen to the other.
+    """
+    copies = [getattr(callback, "_average_model", None) for callback in trainer.callbacks]
+    inner = [c.module if isinstance(c, torch.optim.swa_utils.AveragedModel) else c for c in copies]
+    return [model for model in inner if isinstance(model, nn.Module)]
+
+
+def loss_of(outputs: Any) -> float | None:
+    """The loss that a training step returned; None where it returned none."""
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    return float(loss.detach()) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
+
+
 def aggregates(readings: Sequence[Reading], alerts: Sequence[Alert]) -> dict[str, float]:
-    """The few figures that EarlyStopping and ModelCheckpoint may monitor; what was not measured is left out."""
+    """The few figures that EarlyStopping and ModelCheckpoint may monitor; what was not measured is left out.
+
+    An infinite logit is logged as the largest float32: it must not stop a logger, and nothing exceeds it.
+    """
     largest = torch.cat([r.max_logit for r in readings])
     entropy = torch.cat([r.entropy for r in readings])
     figures = {"qkwatch/alert_level": float(max((a.level for a in alerts), default=0))}
     if not largest.isnan().all():
-        figures["qkwatch/max_logit"] = float(largest[~largest.isnan()].max())
+        figures["qkwatch/max_logit"] = float(largest[~largest.isnan()].max().clamp_max(torch.finfo(torch.float32).max))
     if not entropy.isnan().all():
         figures["qkwatch/min_entropy"] = float(entropy[~entropy.isnan()].min())
     return figures
