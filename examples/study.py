@@ -33,7 +33,7 @@ from qkwatch.optim import add_parameters
 from qkwatch.retrofit import norm_parameters
 from qkwatch.rules import Rules
 
-STEPS, PROBE, READ = 200, 10, 5  # steps of a run; between held-out probes; between readings
+STEPS, PROBE, READ = 300, 10, 5  # steps of a run; between held-out probes; between readings
 HARM, IN_A_ROW = 0.1, 3  # nats above the twin, on so many probes in a row
 SEEDS = {"tune": (0, 1), "held-out": (2, 3)}
 GRID: dict[tuple[str, str], tuple[float, ...]] = {

@@ -130,7 +130,7 @@ def _cut_layer_lists(values: dict[str, Any], size: Size) -> None:
         return
     for name, value in values.items():
         if isinstance(value, (list, tuple)) and len(value) == total and "section" not in name:
-            first = [value.index(kind) for kind in dict.fromkeys(map(_hashable, value))] if _plain(value) else []
+            first = [value.index(kind) for kind in dict.fromkeys(value)] if _plain(value) else []
             chosen = sorted((first + [i for i in range(total) if i not in first])[: size.layers])
             with contextlib.suppress(Exception):
                 values[name] = type(value)(value[i] for i in chosen)
@@ -138,10 +138,6 @@ def _cut_layer_lists(values: dict[str, Any], size: Size) -> None:
 
 def _plain(value: Any) -> bool:
     return all(isinstance(v, (str, int, float)) for v in value)
-
-
-def _hashable(value: Any) -> Any:
-    return value
 
 
 def transformers_models() -> dict[str, Build]:
@@ -152,22 +148,22 @@ def transformers_models() -> dict[str, Build]:
 
 
 def _model_classes(kind: str, config_class: type) -> Iterator[type]:
-    from transformers import PreTrainedModel
+    """Model classes of a configuration: those of the automatic mappings, then those of its own file."""
+    import transformers
     from transformers.models.auto import modeling_auto
 
-    mappings = ["MODEL_MAPPING_NAMES", *sorted(n for n in dir(modeling_auto) if n.startswith("MODEL_FOR_"))]
-    package = config_class.__module__.rpartition(".")[0]
-    module = importlib.import_module(config_class.__module__.replace("configuration_", "modeling_"))
-    for mapping in mappings:
-        names = getattr(modeling_auto, mapping, {}).get(kind)
-        for name in [names] if isinstance(names, str) else names or []:
-            if hasattr(module, name):
-                yield getattr(module, name)
-    assert package
-    for value in vars(module).values():
-        own = isinstance(value, type) and issubclass(value, PreTrainedModel) and value.__module__ == module.__name__
-        if own and value.config_class is config_class and "forward" in vars(value):
-            yield value
+    mappings = sorted(n for n in dir(modeling_auto) if n.startswith("MODEL_FOR_") and n.endswith("_MAPPING_NAMES"))
+    for mapping in ["MODEL_MAPPING_NAMES", *mappings]:
+        names = getattr(modeling_auto, mapping).get(kind) or ()
+        for name in [names] if isinstance(names, str) else names:
+            if isinstance(cls := getattr(transformers, name, None), type):
+                yield cls
+    with contextlib.suppress(ImportError):
+        module = importlib.import_module(config_class.__module__.replace("configuration_", "modeling_"))
+        for value in vars(module).values():
+            own = isinstance(value, type) and value.__module__ == module.__name__
+            if own and getattr(value, "config_class", None) is config_class and "forward" in vars(value):
+                yield value
 
 
 def _transformers_model(kind: str) -> Built:

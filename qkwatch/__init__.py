@@ -10,7 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from qkwatch.adopt import adopt_
     from qkwatch.callback import QKWatch
+    from qkwatch.checkpoints import load_from_checkpoint
     from qkwatch.errors import QKWatchError
     from qkwatch.norms import Variant
     from qkwatch.observe import watch
@@ -35,7 +37,9 @@ _HOMES = {
     "Site": "sites",
     "Thresholds": "rules",
     "Variant": "norms",
+    "adopt_": "adopt",
     "find_sites": "scout",
+    "load_from_checkpoint": "checkpoints",
     "restore_": "retrofit",
     "retrofit_": "retrofit",
     "undo_": "retrofit",
@@ -53,7 +57,9 @@ __all__ = [
     "Site",
     "Thresholds",
     "Variant",
+    "adopt_",
     "find_sites",
+    "load_from_checkpoint",
     "restore_",
     "retrofit_",
     "undo_",

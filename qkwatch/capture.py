@@ -294,6 +294,10 @@ class CoreCapture(TorchDispatchMode):
                 self._tag(out, _Info(product=other.product, bias=other.bias))
 
     def _softmax(self, x: Tensor, dim: int, out: Tensor) -> None:
+        if x.is_nested:
+            if x.dim() == 4:  # (B, H, T*, T*): what fused attention over nested tensors is made of
+                self._on_unseen("attention over nested tensors")
+            return
         info = self._info(x)
         if info is None or info.product is None:
             return

@@ -13,7 +13,6 @@ from torch import nn
 
 from qkwatch.optim import group_names, regroup
 from qkwatch.retrofit import match_, patched_sites, plan_of
-from qkwatch.rules import Alert, Forecast, Level
 
 KEY = "qkwatch"  # of our entry in a checkpoint
 M = TypeVar("M")
@@ -67,20 +66,3 @@ def load_from_checkpoint(module_class: type[M], path: Any, **kwargs: Any) -> M:
     module = restoring.load_from_checkpoint(path, **kwargs)
     module.__class__ = module_class
     return cast(M, module)
-
-
-def alert_to_list(alert: Alert) -> list[Any]:
-    """An alert as primitives: checkpoints are read with ``weights_only=True``."""
-    ahead = alert.forecast
-    steps = None if ahead is None else [[limit, span and list(span)] for limit, span in ahead.steps_to.items()]
-    fields = [int(alert.level), alert.step, alert.site, list(alert.heads), alert.rule, alert.message]
-    return [*fields, None if ahead is None else [ahead.head, steps]]
-
-
-def alert_from_list(data: Sequence[Any]) -> Alert:
-    """The inverse of `alert_to_list`."""
-    level, step, site, heads, rule, message, ahead = data
-    forecast = None
-    if ahead is not None:
-        forecast = Forecast(ahead[0], {limit: span and cast(Any, tuple(span)) for limit, span in ahead[1]})
-    return Alert(Level(level), step, site, tuple(heads), rule, message, forecast)

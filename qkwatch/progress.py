@@ -1,0 +1,72 @@
+"""How far a run has come, as `QKWatch` counts it, and the form in which checkpoints keep it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from qkwatch.midrun import Retrofit
+from qkwatch.rules import Alert, Forecast, Level
+
+
+@dataclass
+class Progress:
+    """Alerts, retrofits and cadence of one run.
+
+    Attributes:
+        measured: steps on which readings were taken.
+        alerts: all of them.
+        retrofits: those of this process; a checkpoint does not keep them (the weights say what is patched).
+        pending: why a retrofit is due; None where none is.
+        decided: a retrofit was made, or refused for every site.
+        ramp_from: the step at which a ramp began; None where none is under way.
+        loss: the training loss last seen around a retrofit.
+    """
+
+    measured: int = 0
+    alerts: list[Alert] = field(default_factory=list)
+    retrofits: list[Retrofit] = field(default_factory=list)
+    pending: str | None = None
+    decided: bool = False
+    ramp_from: int | None = None
+    loss: float | None = None
+
+    def note_loss(self, loss: Any, step: int) -> None:
+        """``loss()`` before and after a retrofit; nothing is moved from the device on any other step."""
+        last = self.retrofits[-1] if self.retrofits else None
+        waiting = last is not None and last.loss_after is None and last.step != step
+        if self.pending is not None or waiting:
+            self.loss = loss()
+        if last is not None and waiting:
+            last.loss_after = self.loss
+
+    def start(self, patched: bool) -> None:
+        """A fit begins, on a model that is patched or not: one whose patches were loaded away may get new ones."""
+        applied = any(entry.report.applied for entry in self.retrofits)
+        self.decided = patched or (self.decided and not applied)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Primitives only: checkpoints are read with ``weights_only=True``."""
+        alerts = [_to_list(alert) for alert in self.alerts]
+        state = {name: getattr(self, name) for name in ("measured", "pending", "decided", "ramp_from")}
+        return {**state, "alerts": alerts}
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> Progress:
+        return cls(**{**state, "alerts": [_from_list(alert) for alert in state["alerts"]]})
+
+
+def _to_list(alert: Alert) -> list[Any]:
+    ahead = alert.forecast
+    steps = None if ahead is None else [[limit, span and list(span)] for limit, span in ahead.steps_to.items()]
+    fields = [int(alert.level), alert.step, alert.site, list(alert.heads), alert.rule, alert.message]
+    return [*fields, None if ahead is None else [ahead.head, steps]]
+
+
+def _from_list(data: Sequence[Any]) -> Alert:
+    level, step, site, heads, rule, message, ahead = data
+    forecast = None
+    if ahead is not None:
+        forecast = Forecast(ahead[0], {limit: span and cast(Any, tuple(span)) for limit, span in ahead[1]})
+    return Alert(Level(level), step, site, tuple(heads), rule, message, forecast)
