@@ -7,6 +7,7 @@ of forward's parameters and tried until one runs.
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import inspect
 import itertools
@@ -27,6 +28,7 @@ class Size:
 
     hidden: int = 32
     heads: int = 4
+    kv: int = 2
     layers: int = 2
     image: int = 32
     patch: int = 8
@@ -38,17 +40,17 @@ class Size:
 
 _SIZES = (
     Size(),
-    Size(hidden=64),
-    Size(hidden=64, heads=2, image=64, patch=16),
-    Size(hidden=64, heads=4, image=224, patch=32),
-    Size(hidden=128, heads=8, layers=4, image=64),
+    Size(hidden=64, kv=4),
+    Size(hidden=96, heads=4, image=64, patch=16),
+    Size(hidden=256, heads=4, image=64),
+    Size(hidden=64, heads=2, image=224, patch=32),
 )
 
 # (words, any of which is part of an attribute's name) -> its new value; the first that fits counts
 _RULES: list[tuple[tuple[str, ...], Callable[[Size, int], int]]] = [
     (("token_id", "_id", "index", "version", "theta", "stride", "kernel", "seed", "axis"), lambda s, v: v),
-    (("vocab_size", "num_embeddings", "codebook_size"), lambda s, v: min(v, 300)),
-    (("key_value_head", "kv_head", "num_kv", "query_group"), lambda s, v: max(1, s.heads // 2) if v > 1 else v),
+    (("vocab_size", "num_embeddings", "codebook_size"), lambda s, v: min(v, 256)),
+    (("key_value_head", "kv_head", "num_kv", "query_group"), lambda s, v: min(v, s.kv, s.heads)),
     (("head_dim", "d_kv", "head_size", "key_length", "head_width"), lambda s, v: min(v, s.head)),
     (("attention_heads", "num_heads", "n_head", "_heads", "n_heads", "nhead"), lambda s, v: min(v, s.heads)),
     (("lora_rank", "lora_r", "low_rank"), lambda s, v: min(v, 16)),
@@ -142,7 +144,8 @@ def _plain(value: Any) -> bool:
 
 def transformers_models() -> dict[str, Build]:
     """Every configuration class of transformers' automatic mappings that has a model class."""
-    from transformers.models.auto import configuration_auto
+    from transformers import LlamaModel, ViTModel, WhisperModel  # noqa: F401  (imported once, before processes fork)
+    from transformers.models.auto import configuration_auto, modeling_auto  # noqa: F401
 
     return {name: partial(_transformers_model, name) for name in configuration_auto.CONFIG_MAPPING_NAMES}
 
@@ -191,7 +194,7 @@ def _transformers_model(kind: str) -> Built:
 
 
 def _eager_twin(cls: Any, config: Any, model: nn.Module) -> nn.Module:
-    twin: nn.Module = cls._from_config(config, attn_implementation="eager")
+    twin: nn.Module = cls._from_config(copy.deepcopy(config), attn_implementation="eager")
     twin.load_state_dict(model.state_dict())
     return twin.eval()
 
@@ -250,6 +253,8 @@ def _candidates(model: nn.Module, config: Any, size: Size) -> Iterator[dict[str,
         options += [{name: value} for value in _values(name, config, size, ids, hidden)]
         if name not in required and len(options) > 12:
             break
+    if "bbox" in parameters:
+        extra["bbox"] = torch.zeros(2, 12, 4, dtype=torch.long)
     for option in options:
         yield {**option, **extra}
         yield option
@@ -258,8 +263,8 @@ def _candidates(model: nn.Module, config: Any, size: Size) -> Iterator[dict[str,
             for other in _values(name, config, size, ids, hidden):
                 yield {"input_ids": ids, name: other}
     if required:
-        pools = [_values(name, config, size, ids, hidden)[:2] or [None] for name in sorted(required)]
-        for values in itertools.islice(itertools.product(*pools), 8):
+        pools = [_values(name, config, size, ids, hidden) or [None] for name in sorted(required)]
+        for values in itertools.islice(itertools.product(*pools), 30):
             yield {**dict(zip(sorted(required), values, strict=True)), **extra}
 
 
@@ -270,8 +275,8 @@ def _values(name: str, config: Any, size: Size, ids: Tensor, hidden: int) -> lis
         return [ids, ids[:, :, None].expand(-1, -1, int(books)), ids[:, None].expand(-1, int(books), -1)]
     if name in ("inputs_embeds", "hidden_states", "encoder_hidden_states", "image_embeddings", "embeddings"):
         return [torch.randn(2, 12, hidden)]
-    if name in ("attention_mask", "encoder_attention_mask"):
-        return [torch.ones(2, 12, dtype=torch.long)]
+    if name.endswith("mask"):
+        return [torch.ones(2, n, dtype=torch.long) for n in (12, 64)]
     if name == "bbox":
         return [torch.zeros(2, 12, 4, dtype=torch.long)]
     if name in ("pixel_values", "pixel_values_videos"):
@@ -282,7 +287,7 @@ def _values(name: str, config: Any, size: Size, ids: Tensor, hidden: int) -> lis
         length = int(_find(config, "context_length", 32)) + max(_find(config, "lags_sequence", [0]) or [0])
         many = torch.rand(2, length, int(_find(config, "num_input_channels", 1)))
         return [many, many[..., 0]]
-    if name == "grid_thw" or name == "image_grid_thw":
+    if name in ("grid_thw", "image_grid_thw", "grid_hws"):
         return [torch.tensor([[1, 4, 4]]), torch.tensor([[1, 4, 4], [1, 4, 4]])]
     if name in ("past_time_features", "future_time_features"):
         return [torch.rand(2, 40, int(_find(config, "num_time_features", 1)))]

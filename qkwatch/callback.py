@@ -92,7 +92,7 @@ class QKWatch(Guard, *trainers.callback_bases()):  # type: ignore[misc]
         self._saved: dict[str, Any] = {}  # of a checkpoint, until the fit starts
         self._groups: Any = None  # likewise
         self._new: list[torch.nn.Parameter] = []  # born after the strategy wrapped the model
-        self._step = self._global_step = 0  # when the batch began
+        self._step = 0  # when the batch began
         self.readings: list[Reading] = []
         self.history: deque[tuple[int, list[Reading]]] = deque(maxlen=HISTORY)
         self._run = Progress()
@@ -118,6 +118,10 @@ class QKWatch(Guard, *trainers.callback_bases()):  # type: ignore[misc]
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if sum(isinstance(callback, QKWatch) for callback in trainer.callbacks) > 1:
             raise QKWatchError("a Trainer takes one QKWatch; its layers= may be a list of globs")
+        self._saved, self._groups = {}, None
+        if stage == "fit" and not trainer.global_step:  # otherwise the same Trainer fits again, and we go on
+            self._monitor, self._run, self.readings = None, Progress(), []
+            self.history.clear()
         self._unfollow()
         # weight averages that were made before this point are told; later ones copy the hook with the model
         models = [pl_module, *trainers.averaged_models(trainer)]
@@ -142,11 +146,8 @@ class QKWatch(Guard, *trainers.callback_bases()):  # type: ignore[misc]
             ranks=trainers.ranks(trainer),
         )
         self._stood_down, self._new, self._warned = False, [], set()
-        if before is not None and trainers.step(trainer):  # the same Trainer fits again
+        if before is not None:
             self._monitor.rules, self._monitor.last_measured = before.rules, before.last_measured
-        else:
-            self._run, self.readings = Progress(), []
-            self.history.clear()
         groups, self._groups = self._groups, None
         checkpoints.restore_groups(groups, pl_module, trainer.optimizers, trainers.schedulers(trainer))
 
@@ -158,6 +159,9 @@ class QKWatch(Guard, *trainers.callback_bases()):  # type: ignore[misc]
             self._monitor.rules.load_state_dict(saved["rules"])
             self._monitor.last_measured = saved["last_measured"]
             self._run = Progress.from_state_dict(saved["run"])
+            self._run.count(trainer.global_step)  # saved between the optimizer's step and our own hook
+        elif self._run.counted_at != trainer.global_step:
+            self._run.steps, self._run.counted_at = trainers.steps_done(trainer), trainer.global_step
         self._run.start(patched=bool(patched_sites(pl_module)))
         self._panels = Panels(trainer.loggers if trainer.is_global_zero and not trainer.fast_dev_run else [])
         # of a model that came patched: after the optimizers' state was loaded by index, no sooner
@@ -169,8 +173,7 @@ class QKWatch(Guard, *trainers.callback_bases()):  # type: ignore[misc]
     @guarded
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         assert self._monitor is not None
-        step = self._step = trainers.step(trainer)
-        self._global_step = trainer.global_step
+        step = self._step = self._run.steps
         if self.retrofit == "now" and not self._run.decided:
             self._run.pending = self._run.pending or 'retrofit="now"'
         if self._run.pending is not None and self._monitor.keep_due(step):
@@ -192,11 +195,12 @@ class QKWatch(Guard, *trainers.callback_bases()):  # type: ignore[misc]
     @guarded
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         assert self._monitor is not None
+        self._run.count(trainer.global_step)
         readings, alerts = self._monitor.collect(self._step)
         if readings:
             self._take(trainer, pl_module, readings, alerts)
         self._run.note_loss(lambda: trainers.loss_of(outputs), self._step)
-        if self._run.pending is not None and not self._run.decided and trainer.global_step != self._global_step:
+        if self._run.pending is not None and not self._run.decided and self._run.steps != self._step:
             self._patch(trainer, pl_module)
         if self._run.pending is None:
             self._monitor.drop_calls()
@@ -227,8 +231,8 @@ class QKWatch(Guard, *trainers.callback_bases()):  # type: ignore[misc]
         """Between two optimizer steps, never inside an accumulation window; all ranks the same."""
         assert self._monitor is not None
         sites, new = self._monitor.sites, list[torch.nn.Parameter]()
-        if not sites:
-            return  # nothing has run yet; the next step may be another
+        if not sites or not self._monitor.kept:
+            return  # nothing has run yet, or without its inputs being kept; the next step will be another
         self._run.decided, self._run.pending = True, None
         try:
             report, new = patch_(trainer, pl_module, sites, self._monitor.ranks, self.variant, self.cap, self.max_gain)

@@ -34,7 +34,7 @@ class Core:
         dim: the key axis of ``logits``.
         mask, is_causal, scale: of a fused call; None, False, 1.0 otherwise.
         factor: q and k of PyTorch's unfused SDPA already carry this factor each.
-        bias: what was added to the product on its way to the softmax (masks, relative and linear biases).
+        biases: what was added to the product on its way to the softmax (masks, relative and linear biases).
     """
 
     q: Tensor
@@ -45,7 +45,20 @@ class Core:
     is_causal: bool = False
     scale: float = 1.0
     factor: float = 1.0
-    bias: Tensor | None = None
+    biases: tuple[Tensor, ...] = ()
+
+    @property
+    def bias(self) -> Tensor | None:
+        """All biases together; where they do not broadcast to one another, the one with most entries."""
+        if len(self.biases) < 2:
+            return self.biases[0] if self.biases else None
+        try:
+            total = self.biases[0].detach().float()
+            for bias in self.biases[1:]:
+                total = total + bias.detach()
+        except RuntimeError:
+            return max(self.biases, key=Tensor.numel)
+        return total.clamp_min(torch.finfo(torch.float32).min)  # two masks of the dtype's minimum overflow
 
     @property
     def fused(self) -> bool:
@@ -53,15 +66,23 @@ class Core:
 
     def queries(self) -> Tensor:
         """(..., Tq, D), in the graph of whoever built it."""
-        if self.logits is None or not self._swapped():
+        if self.logits is None:
             return self.q
-        return self.k.transpose(-1, -2)
+        q = self.k.transpose(-1, -2) if self._swapped() else self.q
+        heads = self._stacked()
+        if heads == 1:
+            return q
+        # in memory order of the logits: all rows of a head, or all heads of a row, follow one another
+        outer = self.logits.stride(-3) >= self.logits.stride(-2)
+        split = q.unflatten(-2, (heads, -1) if outer else (-1, heads))
+        return (split if outer else split.transpose(-3, -2)).flatten(0, -3)
 
     def keys(self) -> Tensor:
         """(..., Tk, D), in the graph of whoever built it."""
         if self.logits is None:
             return self.k
-        return self.q if self._swapped() else self.k.transpose(-1, -2)
+        k, heads = self.q if self._swapped() else self.k.transpose(-1, -2), self._stacked()
+        return k if heads == 1 else k.unsqueeze(-3).expand(*k.shape[:-2], heads, *k.shape[-2:]).flatten(0, -3)
 
     def rows(self) -> Tensor:
         """The logits with the query axis second to last and the key axis last: (..., Tq, Tk)."""
@@ -73,6 +94,15 @@ class Core:
             if axis is not None:
                 logits = logits.movedim(axis, -2)
         return logits
+
+    def _stacked(self) -> int:
+        """How many query heads a product with one shared key head multiplied as rows of one matrix."""
+        assert self.logits is not None
+        shape, rows = self.logits.shape, self.q.shape[-2]
+        if len(shape) < 4 or self.dim % len(shape) != len(shape) - 1 or rows in shape[:-1]:
+            return 1
+        total = self.q.shape[:-1].numel()
+        return rows // shape[-2] if rows == shape[-3] * shape[-2] and total == shape[:-1].numel() else 1
 
     def _swapped(self) -> bool:
         """Whether the product was K Q^T: the softmax then runs over the product's first axis."""
@@ -99,7 +129,7 @@ class _Info:
     product: _Product | None = None
     probs: object | None = None
     factor: float | None = None
-    bias: Tensor | None = None  # the largest that was added to a product
+    biases: tuple[Tensor, ...] = ()  # what was added to a product
 
 
 _VIEWS = {
@@ -238,8 +268,8 @@ class CoreCapture(TorchDispatchMode):
             self._fused(op, args, kwargs)
         elif op in _PRODUCTS:
             first, second = _PRODUCTS[op]
-            bias = args[0] if op is aten.baddbmm and args[0].numel() > 1 else None
-            self._product(args[first], args[second], out, bias)
+            added = op is aten.baddbmm and args[0].numel() > 1 and kwargs.get("beta", 1) != 0
+            self._product(args[first], args[second], out, (args[0],) if added else ())
         elif op in _SOFTMAX:
             self._softmax(args[0], args[1], out)
         elif op is aten._native_multi_head_attention or op is aten._transformer_encoder_layer_fwd:
@@ -270,13 +300,13 @@ class CoreCapture(TorchDispatchMode):
                 q=q,
                 k=k,
                 mask=mask,
-                bias=mask if mask is not None and mask.is_floating_point() else None,
+                biases=(mask,) if mask is not None and mask.is_floating_point() else (),
                 is_causal=bool(_argument(args, kwargs, causal_at, False)),
                 scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
             )
         )
 
-    def _product(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None) -> None:
+    def _product(self, a: Tensor, b: Tensor, out: Tensor, biases: tuple[Tensor, ...]) -> None:
         info_a, info_b = self._info(a), self._info(b)
         for info in (info_a, info_b):
             if info is not None and info.probs is not None:
@@ -286,12 +316,12 @@ class CoreCapture(TorchDispatchMode):
         if not weight_a and not weight_b:
             self._count += 1
             factor = (info_a.factor if info_a else None) if (info_b and info_b.factor) else None
-            self._tag(out, _Info(product=_Product(self._count, a, b, factor or 1.0), bias=bias))
+            self._tag(out, _Info(product=_Product(self._count, a, b, factor or 1.0), biases=biases))
         elif out.numel() == (b if weight_a else a).numel():
             # a weight that mixes heads (talking heads) leaves logits logits
             other = info_b if weight_a else info_a
             if other is not None and other.product is not None:
-                self._tag(out, _Info(product=other.product, bias=other.bias))
+                self._tag(out, _Info(product=other.product, biases=other.biases))
 
     def _softmax(self, x: Tensor, dim: int, out: Tensor) -> None:
         if x.is_nested:
@@ -302,7 +332,7 @@ class CoreCapture(TorchDispatchMode):
         if info is None or info.product is None:
             return
         product = info.product
-        core = Core(product.a, product.b, logits=x, dim=dim, factor=product.factor, bias=info.bias)
+        core = Core(product.a, product.b, logits=x, dim=dim, factor=product.factor, biases=info.biases)
         token = self._on_core(core)
         self._tag(out, _Info(probs=token if token is not None else True))
 
@@ -318,11 +348,11 @@ class CoreCapture(TorchDispatchMode):
                 self._tag(out, _Info(factor=float(args[1])))
             return
         products = [info.product for info in known if info.product is not None]
-        bias = next((info.bias for info in known if info.bias is not None), None)
+        biases = next((info.biases for info in known if info.biases), ())
         if products and op in _ADDS:
-            bias = self._larger(bias, args)
+            biases += self._added(args)
         info = _Info(
-            bias=bias,
+            biases=biases,
             weight=is_view and known[0].weight,
             product=min(products, key=lambda p: p.order) if products else None,
             probs=next((info.probs for info in known if info.probs is not None), None),
@@ -333,13 +363,10 @@ class CoreCapture(TorchDispatchMode):
             if out is first and out._base is not None:  # written in place through a view
                 self._tag(out._base, info)
 
-    def _larger(self, bias: Tensor | None, args: Any) -> Tensor | None:
-        """Of what was added so far and what is added now, the one with more entries: a mask may be smaller."""
-        for tensor in _tensors(args[:2]):
-            info = self._info(tensor)
-            if (info is None or info.product is None) and (bias is None or tensor.numel() >= bias.numel()):
-                bias = tensor
-        return bias
+    def _added(self, args: Any) -> tuple[Tensor, ...]:
+        """Of the two terms of a sum, those that do not descend from a product."""
+        infos = ((tensor, self._info(tensor)) for tensor in _tensors(args[:2]))
+        return tuple(t for t, info in infos if t.is_floating_point() and (info is None or info.product is None))
 
     # -- the table ----------------------------------------------------------------------------------------
 

@@ -44,7 +44,7 @@ ARMS = {
 }
 
 
-QUICK = Setup(steps=150)
+QUICK = Setup(steps=200)
 
 
 # -- arms ---------------------------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ def train_arm(arm: str, setup: Setup, data: tuple[Tensor, Tensor], logdir: Path,
         on_error="raise",
     )
     trainer = pl.Trainer(
-        max_steps=setup.steps,
+        max_epochs=1,  # as many batches as steps
         accelerator="cpu",
         devices=1,
         gradient_clip_val=1.0,
@@ -206,17 +206,19 @@ def _write(file: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without Lightning's remarks on hardware, workers and loggers."""
-    logger = logging.getLogger("lightning.pytorch")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """Without Lightning's remarks on hardware, workers and loggers; either of its packages may make them."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", module="lightning")
+            warnings.filterwarnings("ignore", module="(pytorch_)?lightning")
             warnings.filterwarnings("ignore", message=".*LeafSpec.*")
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _introduction(setup: Setup, data: tuple[Tensor, Tensor]) -> Text:

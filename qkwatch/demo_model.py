@@ -89,10 +89,16 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, t, c = x.shape
-        q, k, v = self.qkv(x).view(b, t, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)  # (B, H, T, D)
+        q, k, v = self.heads_of(self.qkv(x))
         y = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
         out: Tensor = self.out(y.transpose(1, 2).reshape(b, t, c))
         return out
+
+    def heads_of(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, T, 3 width) -> q, k, v, each (B, H, T, D)."""
+        b, t, c = qkv.shape
+        q, k, v = qkv.view(b, t, 3, self.heads, c // (3 * self.heads)).permute(2, 0, 3, 1, 4)
+        return q, k, v
 
 
 class Block(nn.Module):

@@ -21,6 +21,9 @@ OVER = 100.0  # the logit above which entries are counted
 CPU_BLOCK = 1 << 18  # logits per block: two float32 buffers of it stay in cache
 CAUSAL_ROWS = 64  # rows per block; a taller causal block computes more hidden entries
 PLAIN_ROWS = 256
+GENTLE = 20.0  # logits that exp can take as they are: nothing overflows, also squared
+HIDE = -60.0  # among those, no weight: exp(-60) is nothing beside exp(-20)
+LOOK = True  # values may steer the work where they are at hand
 GPU_BLOCK = 1 << 24  # enough to fill an accelerator, and few launches
 
 
@@ -43,13 +46,32 @@ class RowSums(NamedTuple):
 
     seen: Tensor  # visible keys
     total: Tensor  # sum of the visible logits
-    largest: Tensor  # max |logit|
+    low: Tensor  # smallest visible logit, or 0 where that is smaller
     over: Tensor  # visible entries with |logit| > OVER
     first: Tensor  # logit of key 0; -BIG where hidden
     peak: Tensor  # largest logit without key 0; EMPTY where there is none
     z: Tensor  # sum of e
     zt: Tensor  # sum of e * t
     z2: Tensor  # sum of e * e
+    base: Tensor  # what is taken off a block's logits before exp; everything else is relative to the peak
+
+    @property
+    def largest(self) -> Tensor:
+        """max |logit| over the visible keys; BIG in rows that hold NaN or inf."""
+        return torch.maximum(torch.maximum(self.peak, self.first), -self.low)
+
+
+class Shade(NamedTuple):
+    """Hidden entries of a block, among the keys from `start` on; all earlier keys are visible."""
+
+    visible: Tensor  # 1.0 or 0.0
+    hide: Tensor  # 0.0 or -BIG
+    start: int
+
+    @classmethod
+    def of(cls, visible: Tensor, start: int) -> Shade:
+        ones = visible.float()
+        return cls(ones, (ones - 1).mul_(BIG), start)
 
 
 @dataclass(frozen=True)
@@ -107,7 +129,7 @@ class Mask:
                 mask = mask.narrow(dim, 0, 1) if mask.stride(dim) == 0 else mask
             self.mask = mask.expand(-1, -1, -1, k_len)
         self._per_head = self.mask is not None and self.mask.shape[1] > 1
-        self._last: tuple[Any, tuple[Tensor | None, int, Tensor | None]] = (None, (None, 0, None))
+        self._last: tuple[Any, tuple[Shade | None, Tensor | None]] = (None, (None, None))
 
     def width(self, r: slice, k_len: int) -> int:
         """How many leading keys the rows `r` can see at all."""
@@ -118,22 +140,23 @@ class Mask:
         seen = self.positions.clamp(max=k_len - 1) + 1
         return (seen if self.is_causal else torch.full_like(seen, k_len)).float()
 
-    def block(self, block: Block) -> tuple[Tensor | None, int, Tensor | None]:
-        """`(visible, start, bias)`: 1/0 floats for keys from `start` on (None: all are), additive bias."""
+    def block(self, block: Block) -> tuple[Shade | None, Tensor | None]:
+        """What is hidden of the block (None: nothing), and the additive bias."""
         shared = self.mask is None or self.mask.shape[0] == 1
         key = (None if shared else block.b.start, block.h.start if self._per_head else None, block.r, block.width)
         if key != self._last[0]:  # the blocks of other heads come next: most masks look the same to them
             self._last = (key, self._make(block))
         return self._last[1]
 
-    def _make(self, block: Block) -> tuple[Tensor | None, int, Tensor | None]:
+    def _make(self, block: Block) -> tuple[Shade | None, Tensor | None]:
         if self.mask is not None:
             part = self._part(self.mask, block)
-            return self._visible(part, block).float(), 0, None if part.dtype == torch.bool else part.float()
+            bias = None if part.dtype == torch.bool else part.float()
+            return Shade.of(self._visible(part, block), 0), bias
         if self.is_causal:
             start = min(self.plan.at(block.r.start) + 1, block.width)  # all its rows see the keys before
-            return self._triangle(block, start).float(), start, None
-        return None, 0, None
+            return Shade.of(self._triangle(block, start), start), None
+        return None, None
 
     def unseen(self) -> Tensor | None:
         """Keys that no query row sees, bool `(B|1, H|1, Tk)`: padding. None without a mask."""
@@ -190,13 +213,25 @@ class Source(Protocol):
     shape: tuple[int, int, int, int]  # B, H, R (measured rows), Tk
     group: int  # query heads that must stay in one block (they share a key head)
 
-    def fill(self, block: Block, s: Tensor) -> tuple[Tensor | None, int]:
-        """Write the block's logits into `s` `(b, h, r, width)`, all finite; return `(visible, start)`."""
+    tame: bool  # it is known that no logit is NaN or inf
+
+    def fill(self, block: Block, s: Tensor) -> Shade | None:
+        """Write the block's logits into `s` `(b, h, r, width)`, all finite; return what of them is hidden."""
         ...
 
     def columns(self, index: Tensor) -> Tensor:
         """Logits `(B, H, R, C)` of the keys `index` `(B, H, C)`; -BIG where hidden."""
         ...
+
+
+def may_look(x: Tensor) -> bool:
+    """Whether a look at values is free: on the CPU nothing waits for a device."""
+    return LOOK and x.device.type == "cpu"
+
+
+def largest(x: Tensor) -> Tensor:
+    """max |x|, a scalar tensor, without a copy of x; NaN where x holds one."""
+    return torch.maximum(x.amax(), x.amin().neg()) if x.numel() else x.new_zeros(())
 
 
 def scrub(x: Tensor) -> Tensor:
@@ -215,17 +250,21 @@ class QKSource:
         self.group = heads // groups
         self.q = q.float().mul(scale).reshape(batch, groups, self.group, rows, dim)
         self.k = k.float().contiguous()
+        # no product of these can be NaN or inf, so no pass over the logits need look for them
+        biased = mask.mask is not None and mask.mask.dtype != torch.bool
+        self.tame = may_look(q) and not biased and bool(largest(self.q) * largest(self.k) * dim < BIG / 10)
 
-    def fill(self, block: Block, s: Tensor) -> tuple[Tensor | None, int]:
+    def fill(self, block: Block, s: Tensor) -> Shade | None:
         g = slice(block.h.start // self.group, block.h.stop // self.group)
         q = self.q[block.b, g, :, block.r].flatten(0, 1).flatten(1, 2)  # (b*g, group*r, D)
         k = self.k[block.b, g, : block.width].flatten(0, 1)  # (b*g, width, D)
         torch.bmm(q, k.transpose(1, 2), out=s.view(q.shape[0], q.shape[1], block.width))
-        visible, start, bias = self.mask.block(block)
+        shade, bias = self.mask.block(block)
         if bias is not None:
             s.add_(bias)
-        scrub(s)
-        return visible, start
+        if not self.tame:
+            scrub(s)
+        return shade
 
     def columns(self, index: Tensor) -> Tensor:
         batch, heads, columns = index.shape
@@ -242,6 +281,7 @@ class LogitSource:
     """Logits `(B, H, Tq, Tk)` that exist already, masking included."""
 
     group = 1
+    tame = False
 
     def __init__(self, logits: Tensor, plan: RowPlan) -> None:
         batch, heads, _, k_len = logits.shape
@@ -249,12 +289,12 @@ class LogitSource:
         self.logits = logits
         self.shape = (batch, heads, plan.count, k_len)
 
-    def fill(self, block: Block, s: Tensor) -> tuple[Tensor | None, int]:
+    def fill(self, block: Block, s: Tensor) -> Shade | None:
         plan = self.mask.plan
         rows = self.logits[block.b, block.h]
         s.copy_(rows[:, :, block.r] if plan.exact else rows[:, :, self.mask.positions[block.r]])
         scrub(s)
-        return s.gt(hidden_below(self.logits.dtype)).float(), 0
+        return Shade.of(s.gt(hidden_below(self.logits.dtype)), 0)
 
     def columns(self, index: Tensor) -> Tensor:
         visible, s = self.mask.columns(index)
@@ -270,7 +310,7 @@ def stream(source: Source, padded: Tensor | None) -> tuple[RowSums, Tensor]:
     """
     batch, heads, rows, k_len = source.shape
     device = source.mask.plan.device
-    sums = torch.empty(len(RowSums._fields), batch, heads, rows, device=device)
+    sums = torch.zeros(len(RowSums._fields), batch, heads, rows, device=device)
     sums[0] = source.mask.counts(k_len)
     mass = torch.zeros(batch, heads, k_len, device=device)
     live = None if padded is None else padded.logical_not().expand(batch, heads, rows)
@@ -280,10 +320,15 @@ def stream(source: Source, padded: Tensor | None) -> tuple[RowSums, Tensor]:
         out = RowSums(*sums[:, block.b, block.h, block.r].unbind())
         used, shape = out.seen.numel() * block.width, (*out.seen.shape, block.width)
         s, e = s_buffer[:used].view(shape), e_buffer[:used].view(shape)
-        visible, start = source.fill(block, s)
-        here = None if live is None else live[block.b, block.h, block.r]
-        reduce_block(s, e, visible, start, here, out, mass[block.b, block.h, : block.width])
-    return RowSums(*sums.unbind()), mass
+        shade = source.fill(block, s)
+        reduce_block(s, e, shade, out)
+        weight = (out.first - out.base).exp_().add_(out.z).clamp_(min=1e-30).reciprocal_()  # 1 / denominator
+        if live is not None or not source.tame or (shade is not None and shade.start == 0):
+            weight.mul_(_counts(out, None if live is None else live[block.b, block.h, block.r]))
+        mass[block.b, block.h, : block.width].add_(torch.matmul(weight.unsqueeze(-2), e).squeeze(-2))
+    done = RowSums(*sums.unbind())
+    _rebase(done)
+    return done, mass
 
 
 def blocks(source: Source, budget: int) -> Iterator[Block]:
@@ -308,41 +353,61 @@ def largest_block(source: Source, budget: int) -> int:
     return max(sizes)
 
 
-def reduce_block(
-    s: Tensor, e: Tensor, visible: Tensor | None, start: int, live: Tensor | None, out: RowSums, mass: Tensor
-) -> None:
-    """Reduce one block of finite logits `s` `(b, h, r, w)`; `s` and `e` (scratch) are overwritten.
+def reduce_block(s: Tensor, e: Tensor, shade: Shade | None, out: RowSums) -> None:
+    """Reduce one block of finite logits `s` `(b, h, r, w)` to `out`; `e` becomes exp(s - base), `s` is scratch.
 
     The block is small enough to stay in cache, so what costs is the number of passes over it, all in place.
     """
-    tail = s[..., start:]  # the only keys that may be hidden
-    if visible is not None:
-        tail.mul_(visible)  # hidden logits are 0 here: they change no sum, no maximum of |s|, no count
-        if start == 0:
-            out.seen.copy_(visible.sum(-1))
+    if shade is not None:
+        tail = s[..., shade.start :]
+        tail.mul_(shade.visible)  # hidden logits are 0 here: they change neither the sum nor the largest |s|
+        if shade.start == 0:
+            out.seen.copy_(shade.visible.sum(-1))
     torch.sum(s, -1, out=out.total)
-    torch.abs(s, out=e)
-    torch.amax(e, -1, out=out.largest)
-    torch.sum(e.gt_(OVER), -1, out=out.over)
-
-    if visible is not None:
-        tail.add_((visible - 1).mul_(BIG))  # and -BIG from here on: no weight in the softmax
-    out.first.copy_(s[..., 0])
-    s[..., 0] = -BIG
+    torch.amin(s, -1, out=out.low)
+    if shade is not None:
+        tail.add_(shade.hide)  # and -BIG from here on: no weight in the softmax
+    key_0 = s[..., 0]
+    out.first.copy_(key_0)
+    key_0.fill_(-BIG)
     torch.amax(s, -1, out=out.peak)
-    out.peak.clamp_(min=EMPTY)
-    s.sub_(out.peak.unsqueeze(-1)).clamp_(min=FLOOR)
+    if may_look(s) and out.low.amin().item() > -GENTLE and out.peak.amax().item() < GENTLE:
+        key_0.fill_(HIDE)  # exp is slow far outside of its range
+        if shade is not None:
+            tail.clamp_(min=HIDE)
+    else:
+        _count_over(s, e, shade, out)
+        torch.clamp(out.peak, min=EMPTY, out=out.base)
+        s.sub_(out.base.unsqueeze(-1)).clamp_(min=FLOOR)
     torch.exp(s, out=e)
     torch.sum(e, -1, out=out.z)
     torch.linalg.vector_norm(e, 2, dim=-1, out=out.z2)
-    out.z2.square_()
     torch.sum(s.mul_(e), -1, out=out.zt)
 
-    weight = (out.first - out.peak).exp_().add_(out.z).reciprocal_()  # 1 / denominator
-    counts = out.largest < BIG
-    if visible is not None and start == 0:
-        counts &= out.seen > 0
-    if live is not None:
-        counts &= live
-    weight.mul_(counts)
-    mass.add_(torch.matmul(weight.unsqueeze(-2), e).squeeze(-2))
+
+def _counts(out: RowSums, live: Tensor | None) -> Tensor:
+    """Rows that count: with a visible key, finite, no padding."""
+    counts = (out.largest < BIG) & (out.seen > 0)
+    return counts if live is None else counts & live
+
+
+def _count_over(s: Tensor, e: Tensor, shade: Shade | None, out: RowSums) -> None:
+    """Count the visible |logits| above `OVER`; `s` has key 0 and the hidden keys at -BIG."""
+    torch.abs(s, out=e)
+    torch.sum(e.gt_(OVER), -1, out=out.over)
+    first = (out.first.abs() > OVER) & (out.first > EMPTY)
+    out.over.sub_(1).add_(first)
+    if shade is not None:
+        out.over.sub_(shade.visible.shape[-1] - shade.visible.sum(-1))
+        if shade.start == 0:
+            out.over.add_(out.first <= EMPTY)  # key 0 was not counted twice
+
+
+def _rebase(sums: RowSums) -> None:
+    """Bring the exponential sums of all rows from the base they were taken at to the row's peak, in place."""
+    sums.peak.clamp_(min=EMPTY)
+    distance = torch.where(sums.peak > EMPTY, sums.base - sums.peak, 0.0)
+    shrink = distance.exp()
+    sums.zt.add_(distance * sums.z).mul_(shrink)
+    sums.z.mul_(shrink)
+    sums.z2.mul_(shrink).square_()

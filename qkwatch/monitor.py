@@ -92,6 +92,11 @@ class Monitor:
         return step != self._kept_at and not self.found_nothing
 
     @property
+    def kept(self) -> bool:
+        """Whether inputs were kept since the sites were found; the same on every rank."""
+        return self._kept_at is not None
+
+    @property
     def found_nothing(self) -> bool:
         """Searched often enough, in vain."""
         return not self._known and not self._searching and self._searches >= _SEARCHES

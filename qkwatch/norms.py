@@ -227,9 +227,13 @@ class QKNorm(nn.Module):
         self._plan = b""
         self.register_buffer("plan", torch.empty(0, dtype=torch.uint8, device=device))
 
-    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """(..., H, D), (..., G, D) -> the same shapes and dtypes."""
-        return self.q(q), self.k(k)
+    def forward(self, q: Tensor, k: Tensor | None = None) -> Any:
+        """(..., H, D), (..., G, D) -> a pair of the same shapes and dtypes.
+
+        One tensor alone comes back as it is: Llama 4 calls ``self.qk_norm(x)`` wherever it finds that name, on
+        queries and keys that the patch has normed at their projections.
+        """
+        return q if k is None else (self.q(q), self.k(k))
 
     def set_ramp(self, alpha: float | None) -> None:
         """`HeadNorm.set_ramp` on both sides. Averaged copies of the model (EMA, SWA) need the call too."""

@@ -101,7 +101,10 @@ class Observer:
         site = self._sites.get(id(module))
         if site is not None and id(module) not in self._kept:
             self._kept.add(id(module))
-            site.call = Call.of(args, kwargs)
+            try:
+                site.call = Call.of(args, kwargs)
+            except Exception as fault:
+                self._fault(fault)
 
     def readings(self, step: int | None = None) -> list[Reading]:
         """One `Reading` per core call, in one transfer from the device."""

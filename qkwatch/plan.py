@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -27,6 +27,10 @@ class TapPlan:
     @classmethod
     def of(cls, name: str, module: nn.Module, channels: Channels) -> TapPlan:
         return cls(name, kind_of(module), weight_shape(module), channels)
+
+    def named(self, module: str) -> TapPlan:
+        """The same tap under another name."""
+        return replace(self, module=module)
 
     def mismatch(self, modules: Mapping[str, nn.Module]) -> str | None:
         """What in a model does not fit; None where all does."""
@@ -81,6 +85,25 @@ class SitePlan:
     q_factor: float = 1.0
     taps: tuple[TapPlan, TapPlan] | None = None
     gains: dict[str, Any] = field(default_factory=dict)
+
+    def moved(self, name: str) -> SitePlan:
+        """The same plan for the same site in a model where it is called ``name``."""
+        if name == self.site:
+            return self
+        old, new = self.site.split(".") if self.site else [], name.split(".") if name else []
+        while old and new and old[-1] == new[-1]:
+            old.pop()
+            new.pop()
+
+        def move(module: str) -> str:
+            parts = module.split(".") if module else []
+            return ".".join([*new, *parts[len(old) :]]) if parts[: len(old)] == old else module
+
+        taps = self.taps and (
+            self.taps[0].named(move(self.taps[0].module)),
+            self.taps[1].named(move(self.taps[1].module)),
+        )
+        return replace(self, site=name, taps=taps)
 
     def to_dict(self, gains: bool = True) -> dict[str, Any]:
         """JSON-able; without the gains where they are stored beside it."""

@@ -79,6 +79,7 @@ class Leaf:
     module: nn.Module
     tensor: Tensor
     args: tuple[Any, ...]
+    kwargs: dict[str, Any]
     alone: bool  # the output was this one tensor
 
 
@@ -132,7 +133,8 @@ def replay(
     capture = CoreCapture(on_core or cores.append, on_fault=faults.append)
     handles = []
     if cut:
-        handles = [m.register_forward_hook(_cutter(leaves)) for m in module.modules() if _parametrised(m, module)]
+        cutter, inner = _cutter(leaves), [m for m in module.modules() if _parametrised(m, module)]
+        handles = [m.register_forward_hook(cutter, with_kwargs=True) for m in inner]
     for target, change in (edit or {}).items():
         handles.append(target.register_forward_hook(lambda m, a, out, change=change: change(out)))
     args, kwargs = call.fresh()
@@ -152,14 +154,14 @@ def _parametrised(module: nn.Module, root: nn.Module) -> bool:
 
 
 def _cutter(leaves: list[Leaf]) -> Callable[..., Any]:
-    def cut(module: nn.Module, args: Any, output: Any) -> Any:
+    def cut(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         alone = isinstance(output, Tensor)
 
         def one(value: Any) -> Any:
             if not isinstance(value, Tensor) or not value.is_floating_point():
                 return value
             leaf = value.detach().requires_grad_()
-            leaves.append(Leaf(module, leaf, args, alone))
+            leaves.append(Leaf(module, leaf, args, kwargs, alone))
             return leaf.clone()  # not the leaf itself: the site may write into it
 
         return tree_map(one, output)

@@ -15,6 +15,9 @@ class Progress:
     """Alerts, retrofits and cadence of one run.
 
     Attributes:
+        steps: batches after which the optimizers had stepped. Lightning's own count of them is one too high after a
+            resume from a checkpoint that was saved when an epoch or the fit ended.
+        counted_at: the Trainer's global_step when they were counted.
         measured: steps on which readings were taken.
         alerts: all of them.
         retrofits: those of this process; a checkpoint does not keep them (the weights say what is patched).
@@ -24,6 +27,8 @@ class Progress:
         loss: the training loss last seen around a retrofit.
     """
 
+    steps: int = 0
+    counted_at: int = 0
     measured: int = 0
     alerts: list[Alert] = field(default_factory=list)
     retrofits: list[Retrofit] = field(default_factory=list)
@@ -41,6 +46,11 @@ class Progress:
         if last is not None and waiting:
             last.loss_after = self.loss
 
+    def count(self, global_step: int) -> None:
+        """A batch has ended."""
+        self.steps += global_step != self.counted_at
+        self.counted_at = global_step
+
     def start(self, patched: bool) -> None:
         """A fit begins, on a model that is patched or not: one whose patches were loaded away may get new ones."""
         applied = any(entry.report.applied for entry in self.retrofits)
@@ -49,7 +59,9 @@ class Progress:
     def state_dict(self) -> dict[str, Any]:
         """Primitives only: checkpoints are read with ``weights_only=True``."""
         alerts = [_to_list(alert) for alert in self.alerts]
-        state = {name: getattr(self, name) for name in ("measured", "pending", "decided", "ramp_from")}
+        state = {
+            name: getattr(self, name) for name in ("steps", "counted_at", "measured", "pending", "decided", "ramp_from")
+        }
         return {**state, "alerts": alerts}
 
     @classmethod

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from io import StringIO
-from typing import TYPE_CHECKING, Any, Protocol
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from rich import get_console
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -29,15 +30,26 @@ STYLES = {
 }
 
 _TQDM_BARS = ("train_progress_bar", "val_progress_bar", "test_progress_bar", "predict_progress_bar")
-_COLUMNS: tuple[tuple[str, str, Callable[[Sequence[float]], float], str], ...] = (
-    ("max logit", "max_logit", max, "{:,.4g}"),
-    ("margin", "margin", max, "{:,.4g}"),
-    ("entropy", "entropy", min, "{:.2f}"),
-    ("saturated", "saturated", max, "{:.0%}"),
-    ("grad signal", "grad_signal", min, "{:.2g}"),
+_TIGHT = (0, 1, 0, 0)
+
+
+class _Column(NamedTuple):
+    name: str
+    field: str
+    pick: Callable[[Sequence[float]], float]
+    form: str
+
+
+_COLUMNS = (
+    _Column("max logit", "max_logit", max, "{:,.4g}"),
+    _Column("margin", "margin", max, "{:,.4g}"),
+    _Column("entropy", "entropy", min, "{:.2f}"),
+    _Column("saturated", "saturated", max, "{:.0%}"),
+    _Column("grad signal", "grad_signal", min, "{:.2g}"),
 )
-_TIGHT = (0, 1, 0, 0)  # the table fits 80 columns
-_RMS = (("q_rms", max, "{:.3g}"), ("k_rms", max, "{:.3g}"))
+_ORDER = ("heads", "max logit", "margin", "entropy", "saturated", "grad signal", "rms q, k")
+_DROP = ("margin", "heads", "rms q, k", "saturated", "grad signal")  # in this order, where the terminal is narrow
+_LONGEST = 28  # characters of a site's name in a table
 
 
 class Report(Protocol):
@@ -63,32 +75,57 @@ def alert_text(alert: Alert) -> Text:
     return text.append(f" step {alert.step:,}: {alert.message}", style="not bold")
 
 
-def reading_table(readings: Sequence[Reading], *, title: str = "attention", most: int = 24) -> Table:
+def reading_table(readings: Sequence[Reading], *, title: str = "attention", most: int = 24) -> RenderableType:
     """A row per reading in model order: the worst head's value with that head in parentheses.
 
-    Worst is the lowest for entropy and gradient signal, the highest elsewhere; RMS q stands over RMS k. Of
-    more than `most` readings those with the largest logits are shown, and the caption counts the rest.
-    "~" marks a sampled reading.
+    Worst is the lowest for entropy and gradient signal, the highest elsewhere. Of more than `most` readings those
+    with the largest logits are shown, and the caption counts the rest. "~" marks a sampled reading, "-" what was
+    not measured. Names lose what all of them share, and columns are left out where the terminal is narrow.
     """
-    shown = sorted(sorted(range(len(readings)), key=lambda i: -_severity(readings[i]))[:most])
-    rows = [readings[i] for i in shown]
-    notes = []
-    if len(rows) < len(readings):
-        notes.append(f"the {len(rows)} largest of {len(readings)} by max logit; {len(readings) - len(rows)} left out")
-    if any(not r.exact for r in rows):
-        notes.append("~ from a sample of the query rows")
-    caption = Text("; ".join(notes)) if notes else None
-    table = Table(title=Text(title), caption=caption, box=SIMPLE_HEAD, show_edge=False, padding=_TIGHT)
-    table.add_column("site", overflow="fold", min_width=8)
-    table.add_column("heads", justify="right", no_wrap=True)
-    cells = [[_worst(getattr(r, attribute), pick, form) for r in rows] for _, attribute, pick, form in _COLUMNS]
-    cells.append([Text("\n").join(_worst(getattr(r, a), pick, form) for a, pick, form in _RMS) for r in rows])
-    for name in (*(column[0] for column in _COLUMNS), "rms q, k"):
-        table.add_column(name.replace(" ", "\n", 1), justify="right")
-    for i, r in enumerate(rows):
-        site = Text(("" if r.exact else "~") + _site(r.site))
-        table.add_row(site, str(r.heads), *(column[i] for column in cells))
-    return table
+    return _ReadingTable(readings, title, most)
+
+
+class _ReadingTable:
+    """Chooses its columns when it is drawn, because only then the width is known."""
+
+    def __init__(self, readings: Sequence[Reading], title: str, most: int):
+        shown = sorted(sorted(range(len(readings)), key=lambda i: -_severity(readings[i]))[:most])
+        self.title, self.rows, self.left_out = title, [readings[i] for i in shown], len(readings) - len(shown)
+        names, self.note = short_sites([r.site for r in readings])
+        self.names = [("" if readings[i].exact else "~") + names[i] for i in shown]
+        self.cells = {c.name: [_worst(getattr(r, c.field), c.pick, c.form) for r in self.rows] for c in _COLUMNS}
+        self.cells["rms q, k"] = [Text(f"{_largest(r.q_rms)}, {_largest(r.k_rms)}") for r in self.rows]
+        self.cells["heads"] = [Text(str(r.heads)) for r in self.rows]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for dropped in range(len(_DROP) + 1):
+            table = self._table([name for name in _ORDER if name not in _DROP[:dropped]])
+            if console.measure(table, options=options.update(width=10_000)).maximum <= options.max_width:
+                break
+        yield table
+
+    def _table(self, columns: Sequence[str]) -> Table:
+        caption = Text("; ".join(self._notes(columns)))
+        table = Table(title=Text(self.title), box=SIMPLE_HEAD, show_edge=False, padding=_TIGHT)
+        table.caption = caption if caption else None
+        table.add_column("site", no_wrap=True)
+        for name in columns:
+            heading = name if name == "rms q, k" else name.replace(" ", "\n", 1)
+            table.add_column(heading, justify="right", no_wrap=True)
+        for i, name in enumerate(self.names):
+            table.add_row(Text(name), *(self.cells[column][i] for column in columns))
+        return table
+
+    def _notes(self, columns: Sequence[str]) -> list[str]:
+        notes = [self.note] if self.note else []
+        if self.left_out:
+            total = len(self.rows) + self.left_out
+            notes.append(f"the {len(self.rows)} largest of {total} by max logit; {self.left_out} left out")
+        if any(not r.exact for r in self.rows):
+            notes.append("~ from a sample of the query rows")
+        if any("-" in self.cells[column][i].plain.split(", ") for column in columns for i in range(len(self.rows))):
+            notes.append(f"- {NOT_MEASURED}")
+        return notes
 
 
 def retrofit_text(report: Report) -> Text:
@@ -97,9 +134,12 @@ def retrofit_text(report: Report) -> Text:
     text.append(f"{_count(len(report.applied), 'site')} patched", style="green" if report.applied else "yellow")
     text.append(f", {len(report.refused)} refused; drift {_drift(report.drift)}", style="not bold")
     if report.applied:
-        text.append(f"\n  patched: {_few([_site(name) for name in report.applied])}", style="not bold")
+        text.append(f"\n  patched: {_few(abbreviate([_site(name) for name in report.applied]))}", style="not bold")
+    by_reason: dict[str, list[str]] = {}
     for name, reason in report.refused.items():
-        text.append(f"\n  refused: {_site(name)}: {reason}", style="yellow not bold")
+        by_reason.setdefault(reason, []).append(_site(name))
+    for reason, names in by_reason.items():
+        text.append(f"\n  refused: {_few(abbreviate(names))}: {reason}", style="yellow not bold")
     return text
 
 
@@ -170,6 +210,56 @@ def _tqdm_is_open(bar: object | None) -> bool:
     return False
 
 
+def short_sites(names: Sequence[str]) -> tuple[list[str], str]:
+    """Names without the dotted parts that all share, and a note of what those are ("" for none).
+
+    >>> short_sites(["net.layers.0.attn", "net.layers.1.attn"])
+    (['layers.0', 'layers.1'], 'names without net. and .attn')
+    """
+    parts = [_site(name).split(".") for name in names]
+    head, tail = list[str](), list[str]()
+    if len(set(names)) > 1:
+        while all(len(p) > 2 and p[:2] == parts[0][:2] for p in parts):  # one shared part in front stays
+            head.append(parts[0][0])
+            parts = [p[1:] for p in parts]
+        while all(len(p) > 1 and p[-1] == parts[0][-1] for p in parts):
+            tail.insert(0, parts[0][-1])
+            parts = [p[:-1] for p in parts]
+    gone = [word for word in (".".join([*head, ""]), ".".join(["", *tail])) if word]
+    short = [".".join(p) for p in parts]
+    short = [name if len(name) <= _LONGEST else "…" + name[1 - _LONGEST :] for name in short]
+    return short, f"names without {' and '.join(gone)}" if gone else ""
+
+
+def abbreviate(names: Sequence[str]) -> list[str]:
+    """Names that differ in one number only, as one.
+
+    >>> abbreviate(["h.0.attn", "h.1.attn", "h.2.attn", "h.7.attn", "cross"])
+    ['h.0-2,7.attn', 'cross']
+    """
+    rows = [tuple(name.split(".")) for name in names]
+    for place in reversed(range(max(map(len, rows), default=0))):
+        groups: dict[tuple[object, ...], list[tuple[str, ...]]] = {}
+        for row in rows:
+            numbered = place < len(row) and row[place].isdigit()
+            groups.setdefault((row[:place], row[place + 1 :]) if numbered else row, []).append(row)
+        rows = [
+            (*g[0][:place], _ranges([r[place] for r in g]), *g[0][place + 1 :]) if len(g) > 1 else g[0]
+            for g in groups.values()
+        ]
+    return [".".join(row) for row in rows]
+
+
+def _ranges(numbers: Sequence[str]) -> str:
+    runs: list[list[int]] = []
+    for number in sorted(set(map(int, numbers))):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
 def _site(name: str) -> str:
     return name or "(the model itself)"
 
@@ -191,17 +281,24 @@ def _worst(values: Tensor, pick: Callable[[Sequence[float]], float], form: str) 
     """The worst head's value and, where there are several heads, which one it is."""
     numbers = [v for v in values.tolist() if not math.isnan(v)]
     if not numbers:
-        return Text(NOT_MEASURED, style="dim")
+        return Text("-", style="dim")
     value = pick(numbers)
     head = f" ({values.tolist().index(value)})" if len(values) > 1 else ""
     return Text(form.format(value) + head)
 
 
+def _largest(values: Tensor) -> str:
+    return f"{max(numbers):.3g}" if (numbers := [v for v in values.tolist() if not math.isnan(v)]) else "-"
+
+
 def _drift(drift: Any) -> str:
-    """A number, or named numbers, or nothing: in words."""
+    """A number, or named numbers (of more than two: the worst and the median), or nothing: in words."""
     if drift is None or (isinstance(drift, Mapping) and not drift):
         return NOT_MEASURED
     if isinstance(drift, Mapping):
+        if len(drift) > 2:
+            worst = max(drift, key=lambda name: -1.0 if math.isnan(drift[name]) else drift[name])
+            return f"at worst {_drift(drift[worst])} ({_site(worst)}), median {_drift(median(drift.values()))}"
         return ", ".join(f"{name} {_drift(value)}" for name, value in drift.items())
     if isinstance(drift, (int, float)):
         return NOT_MEASURED if math.isnan(drift) else f"{drift:.3g}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,16 +12,38 @@ import torch
 from torch import nn
 
 from qkwatch.errors import QKWatchError
-from qkwatch.mha import QKNormMultiheadAttention, patch_mha_, unpatch_mha_
+from qkwatch.mha import QKNormMultiheadAttention
 from qkwatch.modules import clean_name, named_modules
 from qkwatch.norms import QKNorm, Variant, get_variant
 from qkwatch.plan import RetrofitPlan, SitePlan, TapPlan
 from qkwatch.probe import Refusal
 from qkwatch.sites import Site
-from qkwatch.taps import add_part, parts_of, remove_part
-from qkwatch.verify import calibrate_and_verify
+from qkwatch.surgery import (
+    CHILD,
+    check_all_removable,
+    child,
+    install,
+    norm_parameters,
+    patched_sites,
+    undone_on_error,
+    uninstall,
+)
+from qkwatch.taps import parts_of
+from qkwatch.verify import Verified, calibrate_and_verify
 
-CHILD = "qk_norm"
+__all__ = [
+    "CHILD",
+    "RetrofitReport",
+    "install",
+    "match_",
+    "norm_parameters",
+    "patched_sites",
+    "plan_of",
+    "restore_",
+    "retrofit_",
+    "undo_",
+    "uninstall",
+]
 
 
 @dataclass
@@ -74,52 +97,50 @@ def retrofit_(
         return _apply(model, plan if isinstance(plan, RetrofitPlan) else RetrofitPlan.from_dict(plan))
     if sites is None:
         raise QKWatchError("retrofit_ needs sites=find_sites(model, batch) or plan=...")
-    if not cap > 0:
-        raise QKWatchError(f"cap must be positive, got {cap!r}")
+    if not (cap > 0 and math.isfinite(cap)):
+        raise QKWatchError(f"cap must be positive and finite, got {cap!r}")
+    if max_gain is not None and not max_gain > 0:
+        raise QKWatchError(f"max_gain must be positive or None, got {max_gain!r}")
     chosen, report, plans = get_variant(variant), RetrofitReport(), []
     names = {id(module): name for name, module in reversed(named_modules(model).items())}
     shared = _shared_taps(sites)
-    for site in sites:
-        try:
-            _check(site, names, shared)
-            draft = _draft(site, chosen, max_gain, names)
-            install(model, draft)
+    with undone_on_error(model, report.applied):
+        for site in sites:
+            name = names.get(id(site.module), site.name)  # the sites may have been found in a part of this model
             try:
-                done = calibrate_and_verify(site, draft, cap=cap, calibrate=calibrate)
-            except BaseException:
-                uninstall(model, site.name)
-                raise
-        except (Refusal, QKWatchError) as refusal:
-            report.refused[site.name] = str(refusal)
-            continue
-        site.module.get_submodule(CHILD).set_plan(done.plan.to_dict(gains=False))  # type: ignore[operator]
-        plans.append(done.plan)
-        report.applied.append(site.name)
-        report.drift[site.name] = done.drift
+                _check(site, names, shared)
+                done = _patch(model, site, _draft(site, chosen, max_gain, names), cap, calibrate)
+            except (Refusal, QKWatchError) as refusal:
+                report.refused[name] = str(refusal)
+                continue
+            plans.append(done.plan)
+            report.applied.append(name)
+            report.drift[name] = done.drift
     report.plan = RetrofitPlan(tuple(plans))
     return report
 
 
+def _patch(model: nn.Module, site: Site, draft: SitePlan, cap: float, calibrate: bool) -> Verified:
+    """One site, patched and verified; as it was where that fails."""
+    norm = install(model, draft)
+    with undone_on_error(model, [draft.site]):
+        try:
+            done = calibrate_and_verify(site, draft, cap=cap, calibrate=calibrate)
+        except (Refusal, QKWatchError):
+            raise
+        except Exception as error:
+            raise Refusal(f"patched, its forward fails ({type(error).__name__}: {error})") from error
+        norm.set_plan(done.plan.to_dict(gains=False))
+    return done
+
+
 def undo_(model: nn.Module) -> list[str]:
     """Take every patch away: the original functions, classes and state_dict keys. Returns the sites' names."""
+    check_all_removable(model)
     patched = patched_sites(model)
     for name in patched:
         uninstall(model, name)
     return patched
-
-
-def patched_sites(model: nn.Module) -> list[str]:
-    """Names of the sites that carry a patch."""
-    return [name for name, module in named_modules(model).items() if isinstance(module._modules.get(CHILD), QKNorm)]
-
-
-def norm_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Name and parameter of every gain and bias that patches brought."""
-    return [
-        (f"{site}.{CHILD}.{name}".lstrip("."), parameter)
-        for site in patched_sites(model)
-        for name, parameter in _child(named_modules(model)[site]).named_parameters()
-    ]
 
 
 def restore_(model: nn.Module, checkpoint: str | os.PathLike[str] | Mapping[str, Any]) -> list[str]:
@@ -139,6 +160,7 @@ def restore_(model: nn.Module, checkpoint: str | os.PathLike[str] | Mapping[str,
     """
     if not isinstance(checkpoint, Mapping):
         checkpoint = torch.load(checkpoint, map_location="cpu", weights_only=True)
+    assert isinstance(checkpoint, Mapping)
     state = checkpoint.get("state_dict", checkpoint)
     match_(model, plan_of(state))
     return patched_sites(model)
@@ -146,11 +168,12 @@ def restore_(model: nn.Module, checkpoint: str | os.PathLike[str] | Mapping[str,
 
 def plan_of(state_dict: Mapping[str, Any]) -> RetrofitPlan:
     """The plan that a state_dict carries in its ``...qk_norm.plan`` entries."""
-    suffix = f"{CHILD}.plan"
+    suffix = f".{CHILD}.plan"
     plans = [
-        SitePlan.from_dict(QKNorm.decode_plan(value))
+        # by the key, not by the name at the time: a prefix may have been put on or taken off since
+        SitePlan.from_dict(QKNorm.decode_plan(value)).moved(clean_name(f".{key}".removesuffix(suffix)[1:]))
         for key, value in state_dict.items()
-        if key == suffix or key.endswith("." + suffix)
+        if f".{key}".endswith(suffix)
     ]
     return RetrofitPlan(tuple(plans))
 
@@ -161,92 +184,21 @@ def match_(model: nn.Module, plan: RetrofitPlan, present: Mapping[str, Any] | No
     Args:
         present: the state_dict about to be loaded; a patch is taken away only where it holds the site's weights.
     """
-    wanted = {site.site: site for site in plan.sites}
-    changed = False
-    for name in patched_sites(model):
-        child = _child(named_modules(model)[name])
-        if name not in wanted and present is not None and not any(k.startswith(f"{name}.") for k in present):
-            continue
-        if name not in wanted or child.get_plan() != wanted[name].to_dict(gains=False):
-            uninstall(model, name)
-            changed = True
-    missing = tuple(site for name, site in wanted.items() if name not in patched_sites(model))
-    _apply(model, RetrofitPlan(missing))
-    return changed or bool(missing)
-
-
-# -- the surgery --------------------------------------------------------------------------------------------
-
-
-def install(model: nn.Module, plan: SitePlan) -> QKNorm:
-    """Put one site's norms in, with the gains of the plan (or the variant's own start)."""
     modules = named_modules(model)
-    site = modules[plan.site]
-    reference = _reference(site if plan.taps is None else modules[plan.taps[0].module])
-    shadowed = site.__dict__.pop(CHILD, None)
-    kind = QKNorm if shadowed is None else ShadowingQKNorm
-    norm = kind(
-        plan.variant,
-        plan.q_heads,
-        plan.k_heads,
-        plan.head_dim,
-        max_gain=plan.max_gain,
-        q_factor=plan.q_factor,
-        dtype=reference.dtype,
-        device=reference.device,
-    )
-    norm.train(site.training)
-    norm.requires_grad_(any(p.requires_grad for p in site.parameters()))
-    if isinstance(norm, ShadowingQKNorm):
-        norm.shadowed = shadowed
-    if plan.gains:
-        norm.set_gains({key: torch.tensor(value) for key, value in plan.gains.items()})
-    norm.set_plan(plan.to_dict(gains=False))
-    if plan.taps is None:
-        patch_mha_(site, norm)  # type: ignore[arg-type]
-        return norm
-    site.add_module(CHILD, norm)
-    for tap, head_norm in zip(plan.taps, (norm.q, norm.k), strict=True):
-        add_part(modules[tap.module], tap.channels, head_norm)
-    return norm
-
-
-def uninstall(model: nn.Module, name: str) -> None:
-    """Take one site's norms out."""
-    site = named_modules(model)[name]
-    norm = _child(site)
-    if isinstance(site, QKNormMultiheadAttention):
-        unpatch_mha_(site)
-    else:
-        for module in list(named_modules(model).values()):
-            for head_norm in (norm.q, norm.k):
-                remove_part(module, head_norm)
-        del site._modules[CHILD]
-    if isinstance(norm, ShadowingQKNorm):
-        site.__dict__[CHILD] = norm.shadowed
-
-
-class ShadowingQKNorm(QKNorm):
-    """A `QKNorm` in a module that keeps a plain setting of the same name: it answers for it in ``if`` tests."""
-
-    shadowed: Any = False
-
-    def __bool__(self) -> bool:
-        return bool(self.shadowed)
-
-
-def _child(site: nn.Module) -> QKNorm:
-    child = site._modules[CHILD]
-    assert isinstance(child, QKNorm)
-    return child
-
-
-def _reference(module: nn.Module) -> torch.Tensor:
-    """A floating parameter whose dtype and device new ones should have."""
-    for parameter in module.parameters():
-        if parameter.is_floating_point():
-            return parameter
-    return torch.empty(0)
+    wanted = {site.site: site for site in plan.sites}
+    installed = {name: SitePlan.from_dict(child(modules[name]).get_plan()) for name in patched_sites(model)}
+    stale = [
+        name
+        for name, own in installed.items()
+        if (name in wanted and own.moved(name).to_dict(gains=False) != wanted[name].to_dict(gains=False))
+        or (name not in wanted and (present is None or any(clean_name(k).startswith(f"{name}.") for k in present)))
+    ]
+    missing = tuple(site for name, site in wanted.items() if name not in installed or name in stale)
+    _check_plan(RetrofitPlan(missing), modules, replaced=stale)
+    for name in stale:
+        uninstall(model, name)
+    _apply(model, RetrofitPlan(missing))
+    return bool(stale or missing)
 
 
 def _shared_taps(sites: Sequence[Site]) -> dict[int, set[str]]:
@@ -264,6 +216,8 @@ def _check(site: Site, names: Mapping[int, str], shared: Mapping[int, set[str]])
         raise Refusal("it is not a module of this model")
     if CHILD in site.module._modules or CHILD in site.module._parameters:
         raise Refusal(f"it has a {CHILD!r} of its own")
+    if hasattr(type(site.module), CHILD):
+        raise Refusal(f"its class has a {CHILD!r} of its own")
     if site.call is None:
         raise Refusal("the inputs of its forward are not known, so a patch could not be verified")
     for tap in site.taps or ():
@@ -286,31 +240,38 @@ def _draft(site: Site, variant: Variant, max_gain: float | None, names: Mapping[
     if site.taps is not None:
         q, k = (TapPlan.of(names[id(tap.module)], tap.module, tap.channels) for tap in site.taps)
         taps = (q, k)
-    return SitePlan(site.name, site.q_heads, site.k_heads, site.head_dim, variant, max_gain, taps=taps)
+    return SitePlan(names[id(site.module)], site.q_heads, site.k_heads, site.head_dim, variant, max_gain, taps=taps)
 
 
 def _apply(model: nn.Module, plan: RetrofitPlan) -> RetrofitReport:
     """Apply a plan unseen; all or nothing."""
-    modules = named_modules(model)
+    _check_plan(plan, named_modules(model))
+    report = RetrofitReport(plan=plan)
+    with undone_on_error(model, report.applied):
+        for site in plan.sites:
+            install(model, site)
+            report.applied.append(site.site)
+    return report
+
+
+def _check_plan(plan: RetrofitPlan, modules: Mapping[str, nn.Module], replaced: Collection[str] = ()) -> None:
     for site in plan.sites:
-        problem = _mismatch(site, modules)
+        problem = _mismatch(site, modules, site.site in replaced)
         if problem is not None:
             raise QKWatchError(f"the plan does not fit this model: {problem}")
-    for site in plan.sites:
-        install(model, site)
-    return RetrofitReport(applied=[clean_name(site.site) for site in plan.sites], plan=plan)
 
 
-def _mismatch(plan: SitePlan, modules: Mapping[str, nn.Module]) -> str | None:
+def _mismatch(plan: SitePlan, modules: Mapping[str, nn.Module], replaced: bool) -> str | None:
     site = modules.get(plan.site)
     if site is None:
         return f"it has no module {plan.site!r}"
-    if CHILD in site._modules:
+    if CHILD in site._modules and not replaced:
         return f"{plan.site!r} is patched already"
     if plan.taps is not None:
         return next((p for tap in plan.taps if (p := tap.mismatch(modules))), None)
-    if type(site) is not nn.MultiheadAttention:
+    if type(site) not in (nn.MultiheadAttention, QKNormMultiheadAttention):
         return f"{plan.site!r} is a {type(site).__name__}, not a MultiheadAttention"
-    if (site.num_heads, site.head_dim) != (plan.q_heads, plan.head_dim):
-        return f"{plan.site!r} has {site.num_heads} heads of {site.head_dim}, not {plan.q_heads} of {plan.head_dim}"
+    heads, head_dim = int(site.num_heads), int(site.head_dim)  # type: ignore[arg-type]
+    if (heads, head_dim) != (plan.q_heads, plan.head_dim):
+        return f"{plan.site!r} has {heads} heads of {head_dim}, not {plan.q_heads} of {plan.head_dim}"
     return None

@@ -120,7 +120,10 @@ class Scout:
         if self.capture.paused:
             return
         if id(module) in self._wanted and id(module) not in self._calls:
-            self._calls[id(module)] = Call.of(args, kwargs)
+            try:
+                self._calls[id(module)] = Call.of(args, kwargs)
+            except Exception as fault:
+                self._fail(fault)
         if module is self._root and self._on_done is not None:
             self._on_done()
 

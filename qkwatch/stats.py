@@ -275,7 +275,8 @@ def _measure(source: Source, q: Tensor | None, k: Tensor | None, self_attention:
 
 def _rms(x: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     """Sum over finite tokens of the root mean square over D, and their number, per query head `(heads,)`."""
-    rms = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32) / x.shape[-1] ** 0.5  # (B, G, T)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    rms = torch.linalg.vector_norm(x, dim=-1, dtype=wide).float() / x.shape[-1] ** 0.5  # (B, G, T)
     finite = rms.isfinite()
     pair = torch.stack([rms.masked_fill(~finite, 0).sum((0, 2)), finite.sum((0, 2)).float()])
     total, count = pair.repeat_interleave(heads // x.shape[1], dim=1).unbind()

@@ -8,12 +8,12 @@ class makes it compile again) and fast paths that look for hooks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from qkwatch.errors import QKWatchError
 from qkwatch.layout import Channels
 from qkwatch.norms import HeadNorm
 
@@ -33,9 +33,28 @@ class _Normed:
         return _rebuild, (type(self)._qkwatch_base,), self.__getstate__()  # type: ignore[attr-defined]
 
 
-@cache
+class _NormedAdapter(_Normed):
+    """For a wrapper such as peft's LoRA layers: where it is taken off, the norm passes to what it wraps."""
+
+    def unload_and_optionally_merge_module(self, merge: bool, safe_merge: bool, adapter_names: Any) -> nn.Module:
+        """peft calls this, where a layer has it, instead of exchanging the layer for its content."""
+        if merge:
+            self.merge(safe_merge=safe_merge, adapter_names=adapter_names)  # type: ignore[attr-defined]
+        inner: nn.Module = self.get_base_layer()  # type: ignore[attr-defined]
+        for channels, norm in self._qkwatch_parts:
+            add_part(inner, channels, norm)
+        return inner
+
+
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
 def _normed_class(base: type[nn.Module]) -> type[nn.Module]:
-    return type(f"QKNormed{base.__name__}", (_Normed, base), {"_qkwatch_base": base, "__module__": __name__})
+    if base not in _CLASSES:
+        members = {"_qkwatch_base": base, "__module__": __name__}
+        mixin = _NormedAdapter if hasattr(base, "get_base_layer") else _Normed
+        _CLASSES[base] = type(f"QKNormed{base.__name__}", (mixin, base), members)
+    return _CLASSES[base]
 
 
 def _rebuild(base: type[nn.Module]) -> nn.Module:
@@ -57,16 +76,28 @@ def add_part(module: nn.Module, channels: Channels, norm: HeadNorm) -> None:
     module._qkwatch_parts = tuple(sorted(parts, key=lambda part: part[0].starts[0]))  # type: ignore[assignment]
 
 
+def check_removable(module: nn.Module) -> None:
+    """Raise `QKWatchError` where somebody has changed the class of a patched projection since."""
+    if isinstance(module, _Normed) and type(module) is not _normed_class(type(module)._qkwatch_base):  # type: ignore[attr-defined]
+        raise QKWatchError(
+            f"the class of a patched projection was changed afterwards, to {type(module).__name__}: "
+            "take that change back first (parametrizations, for instance, with remove_parametrizations)"
+        )
+
+
 def remove_part(module: nn.Module, norm: HeadNorm) -> None:
     """Take one norm away; the last one takes the changed class with it."""
     if not isinstance(module, _Normed):
         return
-    left = tuple(part for part in parts_of(module) if part[1] is not norm)
+    parts = parts_of(module)
+    left = tuple(part for part in parts if part[1] is not norm)
+    if len(left) == len(parts):
+        return
+    check_removable(module)
     if left:
         module._qkwatch_parts = left
         return
-    base = type(module)._qkwatch_base  # type: ignore[attr-defined]
-    module.__class__ = base
+    module.__class__ = type(module)._qkwatch_base  # type: ignore[attr-defined]
     del module.__dict__["_qkwatch_parts"]
 
 

@@ -35,9 +35,10 @@ def callback_bases() -> tuple[type, ...]:
     return tuple(dict.fromkeys(bases)) or (object,)
 
 
-def step(trainer: Any) -> int:
-    """Optimizer steps done; as LearningRateMonitor counts them."""
-    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+def steps_done(trainer: Any) -> int:
+    """Batches after which the optimizers had stepped, of a run that we have not counted ourselves."""
+    several = len(trainer.optimizers) > 1  # each of them counts in global_step
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped if several else trainer.global_step)
 
 
 def schedulers(trainer: Any) -> list[Any]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from qkwatch import kernels
 from qkwatch.errors import QKWatchError
 from qkwatch.stats import COLUMNS, Packed, Reading, gather_heads, logit_stats, merge, qk_stats, reading_from, row_budget
 
@@ -425,6 +426,12 @@ def test_sink_head_is_labelled() -> None:
     torch.testing.assert_close(qk_reading(q, k, scale=1.0).entropy_corrected, torch.ones(1))
 
 
+@pytest.fixture
+def no_looking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an accelerator: values are not at hand."""
+    monkeypatch.setattr(kernels, "LOOK", False)
+
+
 class Watch(TorchDispatchMode):
     """Records the largest tensor any op made, and forbids waiting for the device."""
 
@@ -443,6 +450,7 @@ class Watch(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("kind", ["plain", "causal", "mask", "bias"])
+@pytest.mark.usefixtures("no_looking")
 def test_memory_and_no_sync(kind: str) -> None:
     size = 8192 if kind == "causal" else 3000
     q, k = torch.randn(1, 8, size, 8), torch.randn(1, 1 if kind == "plain" else 8, size, 8)
@@ -455,6 +463,7 @@ def test_memory_and_no_sync(kind: str) -> None:
     assert watch.largest < max(size * size, given + 1), "something of the size of the matrix was made"
 
 
+@pytest.mark.usefixtures("no_looking")
 def test_logit_stats_makes_no_second_matrix() -> None:
     logits = torch.randn(1, 4, 1500, 1500)
     with Watch() as watch:
@@ -507,3 +516,15 @@ def test_merge_errors_and_row_budget() -> None:
     assert row_budget(1, 1, 10, 10, 10, 1000) is None
     assert row_budget(1, 1, 10, 10, 10, 999) == 9
     assert row_budget(8, 8, 4096, 4096, 64, 1) == 1
+
+
+@pytest.mark.parametrize("size", [1.0, 4.0, 9.0])
+def test_looking_at_values_changes_no_figure(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shortcuts of the CPU (gentle logits, nothing above 100, nothing to scrub) against the way without."""
+    q, k = torch.randn(2, 4, 130, 16) * size, torch.randn(2, 2, 130, 16) * size
+    mask = random_mask(2, 1, 130, 130)
+    for kwargs in ({"is_causal": True}, {"mask": mask}, {}):
+        monkeypatch.setattr(kernels, "LOOK", True)
+        quick = qk_stats(q, k, scale=0.25, **kwargs)
+        monkeypatch.setattr(kernels, "LOOK", False)
+        torch.testing.assert_close(quick.values, qk_stats(q, k, scale=0.25, **kwargs).values, rtol=2e-4, atol=2e-4)

@@ -1,0 +1,122 @@
+"""Put the norms of one planned site into a model, and take them out again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from qkwatch.mha import QKNormMultiheadAttention, patch_mha_, unpatch_mha_
+from qkwatch.modules import named_modules
+from qkwatch.norms import QKNorm
+from qkwatch.plan import SitePlan
+from qkwatch.taps import add_part, check_removable, remove_part
+
+CHILD = "qk_norm"
+
+
+def install(model: nn.Module, plan: SitePlan) -> QKNorm:
+    """Put one site's norms in, with the gains of the plan (or the variant's own start)."""
+    modules = named_modules(model)
+    site = modules[plan.site]
+    reference = _reference(site if plan.taps is None else modules[plan.taps[0].module])
+    kind = ShadowingQKNorm if CHILD in site.__dict__ else QKNorm
+    with torch.inference_mode(False):  # or the gains could never be trained
+        norm = kind(
+            plan.variant,
+            plan.q_heads,
+            plan.k_heads,
+            plan.head_dim,
+            max_gain=plan.max_gain,
+            q_factor=plan.q_factor,
+            dtype=reference.dtype,
+            device=reference.device,
+        )
+    norm.train(site.training)
+    norm.requires_grad_(any(p.requires_grad for p in site.parameters()))
+    if plan.gains:
+        norm.set_gains({key: torch.tensor(value) for key, value in plan.gains.items()})
+    norm.set_plan(plan.to_dict(gains=False))
+    if isinstance(norm, ShadowingQKNorm):
+        norm.shadowed = site.__dict__.pop(CHILD)
+    if plan.taps is None:
+        patch_mha_(site, norm)  # type: ignore[arg-type]
+        return norm
+    site.add_module(CHILD, norm)
+    for tap, head_norm in zip(plan.taps, (norm.q, norm.k), strict=True):
+        add_part(modules[tap.module], tap.channels, head_norm)
+    return norm
+
+
+def uninstall(model: nn.Module, name: str) -> None:
+    """Take one site's norms out."""
+    check_all_removable(model)
+    site = named_modules(model)[name]
+    norm = child(site)
+    if isinstance(site, QKNormMultiheadAttention):
+        unpatch_mha_(site)
+    else:
+        for module in list(named_modules(model).values()):
+            for head_norm in (norm.q, norm.k):
+                remove_part(module, head_norm)
+        del site._modules[CHILD]
+    if isinstance(norm, ShadowingQKNorm):
+        site.__dict__[CHILD] = norm.shadowed
+
+
+def check_all_removable(model: nn.Module) -> None:
+    """Raise `QKWatchError`, before anything is touched, where a patch could not be taken out whole."""
+    for module in model.modules():
+        check_removable(module)
+
+
+class ShadowingQKNorm(QKNorm):
+    """A `QKNorm` in a module that keeps a plain setting of the same name: it answers for it in ``if`` tests."""
+
+    shadowed: Any = False
+
+    def __bool__(self) -> bool:
+        return bool(self.shadowed)
+
+
+def child(site: nn.Module) -> QKNorm:
+    """The norms of a patched site."""
+    norm = site._modules[CHILD]
+    assert isinstance(norm, QKNorm)
+    return norm
+
+
+def _reference(module: nn.Module) -> torch.Tensor:
+    """A floating parameter whose dtype and device new ones should have."""
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            return parameter
+    return torch.empty(0)
+
+
+def patched_sites(model: nn.Module) -> list[str]:
+    """Names of the sites that carry a patch."""
+    return [name for name, module in named_modules(model).items() if isinstance(module._modules.get(CHILD), QKNorm)]
+
+
+def norm_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Name and parameter of every gain and bias that patches brought."""
+    return [
+        (f"{site}.{CHILD}.{name}".lstrip("."), parameter)
+        for site in patched_sites(model)
+        for name, parameter in child(named_modules(model)[site]).named_parameters()
+    ]
+
+
+@contextlib.contextmanager
+def undone_on_error(model: nn.Module, installed: Sequence[str]) -> Iterator[None]:
+    """Whatever ends the block early, the patches of these sites go."""
+    try:
+        yield
+    except BaseException:
+        for name in installed:
+            uninstall(model, name)
+        raise

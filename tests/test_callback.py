@@ -1,0 +1,708 @@
+"""QKWatch in a Trainer: what it reads, what it leaves alone, what it changes, and that it never ends a run."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import math
+import pickle
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import pytorch_lightning
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from tiny import HEADS, LENGTH, Tiny, assert_same, data, loss_of, trainer, weights
+from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+import qkwatch
+from qkwatch import Level, QKWatch, QKWatchError, Thresholds
+from qkwatch.callback import HISTORY
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+SITES = ["net.blocks.0.attn", "net.blocks.1.attn"]
+
+
+def watch(**options: Any) -> QKWatch:
+    return QKWatch(**{"every_n_steps": 2, "console": False, "on_error": "raise", **options})
+
+
+def fit(*callbacks: Any, module: Any = None, steps: int = 8, loader: Any = None, **options: Any) -> tuple[Any, Any]:
+    module = module if module is not None else Tiny()
+    run = trainer(*callbacks, max_steps=steps, **options)
+    torch.manual_seed(5)
+    run.fit(module, loader if loader is not None else data(count=4 * steps))
+    return run, module
+
+
+@contextmanager
+def only_warning(match: str) -> Iterator[None]:
+    """Exactly one warning of ours."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        yield
+    ours = [str(w.message) for w in seen if "QKWatch" in str(w.message)]
+    assert len(ours) == 1, ours
+    assert match in ours[0]
+
+
+def nothing_is_attached(model: nn.Module) -> None:
+    tables = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
+    assert not any(getattr(torch_module, table) for table in tables)
+    assert not _get_current_dispatch_mode_stack()
+    assert torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+        assert not module._backward_hooks
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
+# -- readings ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["sdpa", "eager", "mha"])
+def test_readings_every_n_steps(kind: str) -> None:
+    callback = watch(every_n_steps=3)
+    fit(callback, module=Tiny(kind), steps=10)
+    assert [step for step, _ in callback.history] == [0, 3, 6, 9]
+    assert [site.name for site in callback.sites] == SITES
+    assert [reading.site for reading in callback.readings] == SITES
+    reading = callback.readings[0]
+    assert reading.step == 9
+    assert reading.heads == HEADS
+    assert reading.exact
+    assert reading.rows == 4 * LENGTH
+    assert bool((reading.max_logit > 0).all())
+
+
+def test_a_reading_is_of_the_weights_that_ran() -> None:
+    """Of the step's own batch and weights, in logits that a dense float64 pass agrees with."""
+    callback, module = watch(every_n_steps=1), Tiny()
+    attention, seen = module.net.blocks[0].attn, []
+
+    class Dense(L.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, index: int) -> None:
+            x = pl_module.net.embed(batch[0][:, :-1])
+            h = pl_module.net.blocks[0].norm(x).double()
+            q, k = (
+                (h @ p.weight.double().T + p.bias.double()).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+                for p in (attention.q_proj, attention.k_proj)
+            )
+            logits = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).tril()  # hidden ones at 0 never are the largest
+            seen.append(logits.detach().abs().amax((0, 2, 3)))
+
+    fit(Dense(), callback, module=module, steps=4)
+    for (_, readings), dense in zip(callback.history, seen, strict=True):
+        torch.testing.assert_close(readings[0].max_logit.double(), dense, rtol=1e-5, atol=1e-6)
+
+
+def test_accumulation_reads_one_micro_batch_per_step_and_each_sample_once() -> None:
+    callback = watch(every_n_steps=2)
+    fit(callback, steps=4, loader=data(count=48), accumulate_grad_batches=3)
+    assert [(step, r[0].rows) for step, r in callback.history] == [(0, 4 * LENGTH), (2, 4 * LENGTH)]
+
+
+def test_layers_choose() -> None:
+    callback = watch(layers=["net.*", "!*.0.*"])
+    fit(callback)
+    assert [site.name for site in callback.sites] == SITES[1:] == [r.site for r in callback.readings]
+
+
+def test_history_is_bounded() -> None:
+    callback = watch(every_n_steps=1, layers="*.0.attn")
+    fit(callback, steps=HISTORY + 6, loader=data(count=HISTORY + 6, batch_size=1))
+    assert len(callback.history) == HISTORY
+    assert callback.history[0][0] == 6
+
+
+class Nothing(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(9, 1)
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        return self.layer(batch[0].float()).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+@pytest.mark.parametrize("retrofit", ["off", "now"])
+def test_a_model_without_attention(retrofit: str, capsys: Any) -> None:
+    callback = watch(every_n_steps=1, retrofit=retrofit, console=True)
+    run, _ = fit(callback, module=Nothing(), steps=12)
+    assert "no softmax attention" in capsys.readouterr().out
+    assert callback.sites == [] == callback.readings == callback.retrofits
+    assert not any("qkwatch" in key for key in run.callback_metrics)  # not measured is not zero
+    assert callback._monitor._searches == 3  # and then it lets the run alone
+
+
+# -- leaves alone -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["sdpa", "eager", "mha"])
+def test_watching_changes_no_bit(kind: str) -> None:
+    runs = []
+    for callbacks in ([], [watch(every_n_steps=1)], [watch(every_n_steps=3, rows=2)]):
+        run, module = fit(*callbacks, module=Tiny(kind, dropout=0.2))
+        runs.append((weights(module), run.optimizers[0].state_dict(), torch.get_rng_state()))
+    assert_same(runs[0], runs[1])
+    assert_same(runs[0], runs[2])
+
+
+def test_nothing_is_on_the_model_between_measured_steps() -> None:
+    class Inspect(L.Callback):
+        def look(self, pl_module: Any) -> None:
+            nothing_is_attached(pl_module)
+            twin = copy.deepcopy(pl_module)
+            assert_same(weights(twin), weights(pl_module))
+            pickle.loads(pickle.dumps(pl_module))
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            self.look(pl_module)
+
+        def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+            nothing_is_attached(pl_module)
+
+        def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+            nothing_is_attached(pl_module)
+
+    for retrofit in ("off", "now"):
+        _, module = fit(watch(every_n_steps=1, retrofit=retrofit), Inspect(), steps=3)
+        nothing_is_attached(module)
+        assert not module._load_state_dict_pre_hooks
+        torch.export.export(module.net, (torch.zeros(1, LENGTH, dtype=torch.long),))
+
+
+@pytest.mark.parametrize("fault", [RuntimeError, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_no_hook_outlives_an_exception(fault: type[BaseException], where: str) -> None:
+    class Falls(Tiny):
+        def training_step(self, batch: Any, index: int) -> Any:
+            loss = super().training_step(batch, index)
+            if where == "forward" and index == 2:
+                raise fault("now")
+            return loss
+
+        def on_after_backward(self) -> None:
+            if where == "backward" and self.global_step == 2:
+                raise fault("now")
+
+    module = Falls()
+    with pytest.raises((fault, SystemExit)):  # Lightning turns KeyboardInterrupt into an exit
+        fit(watch(every_n_steps=1), module=module)
+    nothing_is_attached(module)
+    assert not module._load_state_dict_pre_hooks
+
+
+# -- retrofits --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["sdpa", "eager", "mha"])
+def test_now_patches_at_the_first_batch_and_the_gains_train(kind: str) -> None:
+    callback, module = watch(retrofit="now"), Tiny(kind)
+    run, _ = fit(callback, module=module)
+    [entry] = callback.retrofits
+    assert entry.step == 0
+    assert entry.report.applied == SITES
+    assert not entry.report.refused
+    assert entry.loss_before is not None
+    assert entry.loss_after is not None
+    gains = dict(qkwatch.retrofit.norm_parameters(module))
+    where = {
+        name: [g for g in run.optimizers[0].param_groups if any(p is gain for p in g["params"])]
+        for name, gain in gains.items()
+    }
+    for name, groups in where.items():
+        assert len(groups) == 1 and groups[0]["weight_decay"] == 0.0, name
+        assert sum(p is gains[name] for p in groups[0]["params"]) == 1
+        start = torch.tensor(entry.report.plan.sites[SITES.index(name.rsplit(".qk_norm", 1)[0])].gains[name[-6:]])
+        assert not torch.equal(gains[name].detach().cpu(), start), "it did not move"
+        assert run.optimizers[0].state[gains[name]]["step"] == 7  # not in the step of the first batch
+    assert run.optimizers[0].param_groups[0]["weight_decay"] == 0.1
+
+
+def test_old_parameters_keep_identity_state_and_learning_rate() -> None:
+    class Around(L.Callback):
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            self.old = list(pl_module.parameters()) if trainer.global_step == 0 else self.old
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            group = trainer.optimizers[0].param_groups[0]
+            assert len(group["params"]) == len(self.old)
+            assert all(a is b for a, b in zip(group["params"], self.old, strict=True))
+            assert all(trainer.optimizers[0].state[p]["step"] == trainer.global_step for p in self.old)
+
+    fit(watch(retrofit="now"), Around())
+
+
+def test_auto_waits_for_an_alert() -> None:
+    calm, sharp = watch(retrofit="auto"), watch(retrofit="auto")
+    fit(calm)
+    assert calm.retrofits == []
+    assert not any(a.level >= Level.WARN for a in calm.alerts)
+    _, _module = fit(sharp, module=Tiny(sharp=True))
+    assert sharp.alerts
+    assert len(sharp.retrofits) == 1
+    assert sharp.retrofits[0].step == min(a.step for a in sharp.alerts if a.level >= Level.WARN) + 1
+    assert sharp.retrofits[0].report.applied == SITES
+    before, after = (max(float(r.max_logit.max()) for r in sharp.history[i][1]) for i in (0, -1))
+    assert before > 20 and after < 25, (before, after)
+
+
+@pytest.mark.parametrize("start", [0, 1, 2])
+def test_never_inside_an_accumulation_window(start: int) -> None:
+    class Watch(L.Callback):
+        changed: list[int]
+
+        def on_train_start(self, *args: Any) -> None:
+            self.changed, self.count = [], 0
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, index: int) -> None:
+            now = len(list(pl_module.parameters()))
+            if self.count and now != self.count:
+                self.changed.append(index)
+            self.count = now
+
+    callback, seen = watch(retrofit="auto", every_n_steps=1 + start), Watch()
+    _run, _ = fit(callback, seen, module=Tiny(sharp=True), steps=5, loader=data(60), accumulate_grad_batches=3)
+    assert seen.changed == [2]
+    assert len(callback.retrofits) == 1
+    assert [step for step, _ in callback.history] == sorted({step for step, _ in callback.history})
+
+
+def test_one_watcher_with_a_ramp_keeps_the_function_at_first() -> None:
+    class Losses(L.Callback):
+        def __init__(self) -> None:
+            self.losses: list[float] = []
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            with torch.no_grad():
+                self.losses.append(float(loss_of(pl_module.net, args[1][0])))
+
+    plain, ramped, jumped = Losses(), Losses(), Losses()
+    fit(plain, module=Tiny(sharp=True))
+    callback = watch(retrofit="now", ramp_steps=4)
+    _, module = fit(callback, ramped, module=Tiny(sharp=True))
+    fit(watch(retrofit="now"), jumped, module=Tiny(sharp=True))
+    assert ramped.losses[0] == plain.losses[0] != jumped.losses[0]
+    norms = [m for m in module.modules() if type(m).__name__ == "HeadNorm"]
+    assert norms
+    assert all(m.ramp is None for m in norms)
+
+
+def test_what_cannot_be_patched_is_watched_and_says_why() -> None:
+    class Once(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj = nn.Linear(16, 16)
+
+        def forward(self, x: Any) -> Any:
+            q = self.proj(x)
+            return (q @ q.transpose(-1, -2)).softmax(-1) @ x
+
+    module = Tiny()
+    module.net.blocks[1].attn = Once()
+    callback = watch(retrofit="now")
+    fit(callback, module=module)
+    [entry] = callback.retrofits
+    assert entry.report.applied == SITES[:1]
+    assert list(entry.report.refused) == SITES[1:]
+    assert {r.site for r in callback.readings} == set(SITES)
+
+
+# -- metrics and loggers ----------------------------------------------------------------------------------------
+
+
+def test_early_stopping_and_checkpoints_may_monitor(tmp_path: Path) -> None:
+    stop = EarlyStopping(
+        "qkwatch/max_logit", mode="min", patience=50, divergence_threshold=5.0, check_on_train_epoch_end=True
+    )
+    by_epoch = ModelCheckpoint(tmp_path / "epoch", monitor="qkwatch/max_logit", mode="min", filename="{step}")
+    by_step = ModelCheckpoint(
+        tmp_path / "step",
+        monitor="qkwatch/max_logit",
+        mode="min",
+        every_n_train_steps=3,
+        save_top_k=-1,
+        filename="{step}",
+    )
+    callback = watch(every_n_steps=4)
+    run, _ = fit(callback, stop, by_epoch, by_step, module=Tiny(sharp=True), steps=100, loader=data(48))
+    assert run.current_epoch == 1 and run.global_step == 12, "saturated from the start: stopped after one epoch"
+    assert by_epoch.best_model_path
+    assert len(by_step.best_k_models) == 4
+    assert by_step.best_model_score == min(max(float(r.max_logit.max()) for r in rs) for _, rs in callback.history)
+    assert run.callback_metrics["qkwatch/max_logit_epoch"] == max(
+        float(r.max_logit.max()) for _, rs in callback.history for r in rs
+    )
+    assert 0 <= run.callback_metrics["qkwatch/min_entropy"] < 1
+    assert run.callback_metrics["qkwatch/alert_level_epoch"] >= Level.WARN
+
+
+def test_the_max_falls_after_a_calm_step() -> None:
+    callback = watch(retrofit="now")
+    run, _ = fit(callback, module=Tiny(sharp=True), loader=data(16), steps=8)
+    assert run.callback_metrics["qkwatch/max_logit"] < callback.history[0][1][0].max_logit.max()
+
+
+def logged_rows(path: Path) -> list[dict[str, str]]:
+    with next(path.glob("csv/*/metrics.csv")).open() as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_loggers(count: int, tmp_path: Path) -> None:
+    loggers = [CSVLogger(tmp_path, "csv"), TensorBoardLogger(tmp_path, "tb")][:count]
+    callback = watch(retrofit="now")
+    fit(callback, LearningRateMonitor() if count else L.Callback(), logger=loggers or False, steps=8)
+    assert len(callback.history) == 4
+    if count:
+        loggers[0].save()
+        rows = logged_rows(tmp_path)
+        logged = {int(row["step"]): float(row["qkwatch/max_logit"]) for row in rows if row["qkwatch/max_logit"]}
+        expected = {step: max(float(r.max_logit.max()) for r in rs) for step, rs in callback.history}
+        assert logged == pytest.approx(expected, rel=1e-5)
+    if count == 2:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        log = EventAccumulator(str(next(tmp_path.glob("tb/*")))).Reload()
+        assert [e.step for e in log.Scalars("qkwatch/max_logit")] == [0, 2, 4, 6]
+
+
+# -- faults -----------------------------------------------------------------------------------------------------
+
+
+def _raise(*args: Any, **kwargs: Any) -> Any:
+    raise ZeroDivisionError("injected")
+
+
+FAULTS: dict[str, tuple[str, str]] = {
+    "statistics, in the search": ("qkwatch.scout.measure", "measurement"),
+    "statistics": ("qkwatch.observe.measure_at", "measurement"),
+    "search": ("qkwatch.scout.find_taps", "stands down"),
+    "merging": ("qkwatch.monitor.merge", "stands down"),
+    "rules": ("qkwatch.rules.Rules.update", "stands down"),
+    "panels": ("qkwatch.panels.Panels.readings", "stands down"),
+    "metrics": ("qkwatch.trainers.log", "stands down"),
+    "attaching": ("qkwatch.monitor.Monitor._attach", "stands down"),
+    "keeping inputs": ("qkwatch.scout.Call.of", "measurement"),
+    "summary": ("qkwatch.callback.summary", "stands down"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_one_warning_and_the_run_goes_on(name: str, monkeypatch: Any) -> None:
+    _, plain = fit(module=Tiny(dropout=0.1))
+    target, message = FAULTS[name]
+    monkeypatch.setattr(target, _raise)
+    callback = watch(on_error="warn")
+    with only_warning(message):
+        run, module = fit(callback, module=Tiny(dropout=0.1))
+    assert run.global_step == 8
+    assert_same(weights(module), weights(plain))
+    nothing_is_attached(module)
+    for _, readings in callback.history:  # what was not measured has no reading at all
+        assert all(r.rows > 0 for r in readings)
+    with pytest.raises(ZeroDivisionError):
+        fit(watch(on_error="raise"))
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "qkwatch.retrofit.install",
+        "qkwatch.optim._join",
+        "qkwatch.schedulers.twin",
+        "qkwatch.adopt.add_parameters",
+    ],
+)
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_retrofit_that_fails_midway_leaves_everything_as_it_was(target: str, late: int, monkeypatch: Any) -> None:
+    """The first call passes where `late`: one site is patched already when the second fails."""
+
+    class Scheduled(Tiny):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    run_plain, plain = fit(module=Scheduled(dropout=0.1))
+    module_name, attribute = target.rsplit(".", 1)
+    import importlib
+
+    original, calls = getattr(importlib.import_module(module_name), attribute), []
+
+    def faulty(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) > late:
+            raise ZeroDivisionError("injected")
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(target, faulty)
+    callback, module = watch(retrofit="now", on_error="warn"), Scheduled(dropout=0.1)
+    before = {name: (p, id(type(m))) for name, m in module.named_modules() for p in [m]}
+    happened = True
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        run, _ = fit(callback, module=module)
+    happened = len(calls) > late
+    if not happened:
+        return  # this function is called once only
+    assert sum("QKWatch" in str(w.message) for w in seen) == 1
+    assert qkwatch.retrofit.patched_sites(module) == []
+    assert {name: (m, id(type(m))) for name, m in module.named_modules()} == before
+    assert_same(weights(module), weights(plain))
+    assert_same(run.optimizers[0].state_dict(), run_plain.optimizers[0].state_dict())
+    assert_same(
+        _primitive(run.lr_scheduler_configs[0].scheduler), _primitive(run_plain.lr_scheduler_configs[0].scheduler)
+    )
+    assert callback.retrofits[0].report.refused
+    assert len(callback.history) == 4
+
+
+def _primitive(scheduler: Any) -> dict[str, Any]:
+    return {k: v for k, v in vars(scheduler).items() if isinstance(v, (int, float, list)) and k != "lr_lambdas"}
+
+
+def test_a_site_whose_verification_fails_is_refused_with_the_reason(monkeypatch: Any) -> None:
+    monkeypatch.setattr("qkwatch.retrofit.calibrate_and_verify", _raise)
+    callback = watch(retrofit="now", on_error="warn")
+    _, module = fit(callback)
+    assert "injected" in callback.retrofits[0].report.refused[SITES[0]]
+    assert_same(weights(module), weights(fit()[1]))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("kind", ["sdpa", "eager"])
+def test_logits_that_are_not_finite(value: float, kind: str, tmp_path: Path) -> None:
+    module = Tiny(kind)
+    with torch.no_grad():
+        module.net.blocks[0].attn.q_proj.weight[0, 0] = value
+    logger, callback = CSVLogger(tmp_path, "csv"), watch(every_n_steps=1)
+    run, _ = fit(callback, module=module, steps=4, logger=logger)
+    assert any(alert.level == Level.FATAL for alert in callback.alerts)
+    assert float(callback.history[0][1][0].nonfinite.sum()) > 0
+    logger.save()
+    rows = logged_rows(tmp_path)
+    figures = [float(v) for row in rows for k, v in row.items() if "qkwatch" in k and v]
+    assert figures
+    assert all(math.isfinite(figure) for figure in figures)
+    assert all(math.isfinite(v) for k, v in run.callback_metrics.items() if "qkwatch" in k)
+    assert run.callback_metrics["qkwatch/max_logit"] > 1e38  # the monitors see that it is bad
+
+
+# -- bad input --------------------------------------------------------------------------------------------------
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"retrofit": "always"}, "'off', 'auto', 'now'"),
+    ({"on_error": "ignore"}, "'warn', 'raise'"),
+    ({"variant": "l3"}, "'l2'"),
+    ({"every_n_steps": 0}, "every_n_steps"),
+    ({"every_n_steps": 2.0}, "every_n_steps"),
+    ({"every_n_steps": True}, "every_n_steps"),
+    ({"ramp_steps": -1}, "ramp_steps"),
+    ({"cap": 0}, "cap"),
+    ({"cap": math.nan}, "cap"),
+    ({"cap": "20"}, "cap"),
+    ({"max_gain": -1.0}, "max_gain"),
+    ({"rows": "some"}, "rows"),
+    ({"rows": 0}, "rows"),
+    ({"rows": True}, "rows"),
+    ({"thresholds": {"saturated": 1}}, "Thresholds"),
+    ({"layers": [3]}, "layers"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD)
+def test_bad_options_are_refused_at_construction(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(QKWatchError, match=message):
+        QKWatch(**options)
+
+
+@pytest.mark.parametrize("on_error", ["warn", "raise"])
+def test_a_glob_that_matches_nothing_stops_before_any_weight_changes(on_error: str) -> None:
+    module = Tiny()
+    before = weights(module)
+    with pytest.raises(QKWatchError, match=r"decoder.*net\.blocks\.0\.attn.*net\.blocks\.1\.attn"):
+        fit(watch(layers="decoder.*", on_error=on_error), module=module)
+    assert_same(before, weights(module))
+    nothing_is_attached(module)
+
+
+class Sneaks(L.Callback):
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        trainer.callbacks.append(watch())
+
+
+def test_a_second_watcher_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="QKWatch"):  # Lightning's own, as they would share their saved state
+        fit(watch(), watch())
+
+    with pytest.raises(QKWatchError, match="one QKWatch"):
+        fit(L.Callback(), Sneaks(), watch())
+
+
+# -- other ways to run ------------------------------------------------------------------------------------------
+
+
+def test_both_names_of_lightning() -> None:
+    class Old(pytorch_lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Tiny().net
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            return loss_of(self.net, batch[0])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    assert issubclass(QKWatch, (L.Callback,))
+    assert issubclass(QKWatch, pytorch_lightning.Callback)
+    callback = watch(retrofit="now")
+    fit(callback, module=Old(), package=pytorch_lightning)
+    assert callback.retrofits[0].report.applied == SITES
+    assert len(callback.history) == 4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"fast_dev_run": 3}, {"overfit_batches": 2, "max_epochs": 3}, {"limit_train_batches": 3, "max_epochs": 2}],
+)
+def test_short_runs(options: dict[str, Any]) -> None:
+    callback = watch(every_n_steps=1, retrofit="now")
+    run = trainer(callback, **options)
+    run.fit(Tiny(), data(), data(8))
+    assert callback.retrofits[0].report.applied == SITES
+    assert len(callback.history) == run.global_step
+
+
+def test_the_sanity_check_and_validation_are_not_read() -> None:
+    callback = watch(every_n_steps=1)
+    run = trainer(callback, max_epochs=2, num_sanity_val_steps=2, val_check_interval=3)
+    run.fit(Tiny(), data(), data(8))
+    assert [step for step, _ in callback.history] == list(range(16))
+    assert run.callback_metrics["val_loss"] > 0
+
+
+def test_one_callback_for_two_fits() -> None:
+    """The same Trainer goes on; another Trainer starts afresh."""
+    callback, module = watch(retrofit="now"), Tiny()
+    run = trainer(callback, max_epochs=1)
+    run.fit(module, data())
+    run.fit_loop.max_epochs = 2
+    run.fit(module, data())
+    assert [step for step, _ in callback.history] == [0, 2, 4, 6, 8, 10, 12, 14]
+    assert len(callback.retrofits) == 1
+    group = run.optimizers[0].param_groups[-1]
+    assert len(group["params"]) == 2
+    assert group["weight_decay"] == 0.0
+    fit(callback, module=Tiny())
+    assert [step for step, _ in callback.history] == [0, 2, 4, 6]
+    assert len(callback.retrofits) == 1
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_learning_rate_finder(first: bool) -> None:
+    callback, finder = watch(retrofit="now", every_n_steps=1), LearningRateFinder(num_training_steps=4)
+    for _ in range(2):
+        fit(*([callback, finder] if first else [finder, callback]), steps=5)
+        assert [step for step, _ in callback.history] == [0, 1, 2, 3, 4]
+        assert callback.retrofits[0].report.applied == SITES
+
+
+YAML = """
+model:
+  class_path: tiny.Tiny
+  init_args: {lr: 0.01}
+trainer:
+  max_steps: 2
+  accelerator: cpu
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  enable_model_summary: false
+  callbacks:
+    - class_path: %s
+      init_args:
+        every_n_steps: 1
+        retrofit: now
+        variant: qwen3
+        layers: [net.*]
+        console: false
+        thresholds:
+          window: 40
+"""
+
+
+@pytest.mark.parametrize("name", ["QKWatch", "qkwatch.QKWatch", "qkwatch.callback.QKWatch"])
+@pytest.mark.parametrize("package", ["lightning", "pytorch_lightning"])
+def test_the_command_line_interface(name: str, package: str, tmp_path: Path) -> None:
+    import importlib
+
+    if package == "pytorch_lightning" and name != "QKWatch":
+        pytest.skip("once is enough")
+    cli_class = importlib.import_module(
+        "lightning.pytorch.cli" if package == "lightning" else "pytorch_lightning.cli"
+    ).LightningCLI
+    text = YAML % name
+    if package == "pytorch_lightning":
+        text = text.replace("tiny.Tiny", "test_callback.Old2")
+    (tmp_path / "config.yaml").write_text(text)
+    cli = cli_class(
+        run=False,
+        save_config_callback=None,
+        args=["--config", str(tmp_path / "config.yaml"), "--trainer.callbacks.every_n_steps=2"],
+    )
+    [callback] = [c for c in cli.trainer.callbacks if isinstance(c, QKWatch)]
+    assert callback.thresholds == Thresholds(window=40)
+    assert callback.every_n_steps == 2
+    assert callback.retrofit == "now"
+    assert callback.layers == ["net.*"]
+    assert callback.variant.name == "qwen3"
+    cli.trainer.fit(cli.model, data())
+    assert callback.retrofits[0].report.applied == SITES
+
+
+class Old2(pytorch_lightning.LightningModule):
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__()
+        self.net = Tiny().net
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        return loss_of(self.net, batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("steps", [300, pytest.param(3000, marks=pytest.mark.slow)])
+def test_memory_stays_flat(steps: int) -> None:
+    """Python objects and tensors alive do not grow with the number of readings."""
+    import gc
+
+    class Count(L.Callback):
+        def __init__(self) -> None:
+            self.counts: list[tuple[int, int]] = []
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, o: Any, b: Any, index: int) -> None:
+            if trainer.global_step in (steps // 2, steps - 1):
+                gc.collect()
+                alive = gc.get_objects()
+                self.counts.append((len(alive), sum(1 for x in alive if type(x) is torch.Tensor)))
+
+    count, callback = Count(), watch(every_n_steps=1, layers="*.0.attn")
+    run = trainer(callback, count, max_steps=steps)
+    run.fit(Tiny(), data(count=steps, batch_size=1))
+    (objects, tensors), (later, later_tensors) = count.counts
+    assert later - objects < 400 and later_tensors - tensors < 20, count.counts
