@@ -110,56 +110,59 @@ def _mean(x: Tensor, where: Tensor) -> Tensor:
 
 
 class Witness(TorchDispatchMode):
-    """Lists attention by another rule than qkwatch's: a softmax that is multiplied into something, or a fused call."""
+    """Lists attention in its own way: whatever descends from a product of two activations, passes a softmax and is
+    multiplied once more; and every fused call. It keeps all tensors of a forward pass alive, so that none is lost.
+    """
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
-        self.softmaxes: list[tuple[Tensor, Seen | None]] = []  # probabilities, figures once they were used
-        self.order: list[Any] = []
+        self.found: list[Seen | _Entry] = []
+        self._marks: dict[int, tuple[Tensor, _Entry | None]] = {}  # None: a product that no softmax has seen yet
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        name = func.name().removeprefix("aten::").partition(".")[0]
+        name = str(getattr(func, "overloadpacket", func)).removeprefix("aten.")
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        marks = [self._marks[id(t)][1] for t in inputs if id(t) in self._marks]
+        entries = [mark for mark in marks if mark is not None]
         if name.startswith("_scaled_dot_product"):
-            self.order.append(_dense(*args[:2], kwargs or {}, args))
-        elif name in ("_softmax", "_safe_softmax") and args[0].ndim >= 3:
-            self._softmax(args[0], args[1], out)
+            self.found.append(_dense(*args[:2], kwargs or {}, args))
         elif name in ("bmm", "mm", "baddbmm", "addmm"):
-            self._product([a for a in args if isinstance(a, Tensor) and a.ndim >= 2])
+            factors = [t for t in args if isinstance(t, Tensor)][-2:]
+            for entry in entries:
+                entry.used = True
+            if not entries and (marks or not any(map(_is_parameter, factors))):
+                self._mark(out, None)
+        elif name in ("_softmax", "_safe_softmax") and marks and not entries:
+            probabilities = torch.softmax(args[0].detach().double(), args[1]).movedim(args[1], -1)
+            self.found.append(entry := _Entry(Seen.of(probabilities)))
+            self._mark(out, entry)
+        elif marks:
+            self._mark(out, entries[0] if entries else None)
         return out
 
-    def _softmax(self, x: Tensor, dim: int, out: Tensor) -> None:
-        p = torch.softmax(x.detach().double(), dim).movedim(dim, -1)
-        self.order.append(entry := {"p": p, "out": out, "used": False})
-        self.softmaxes.append((out, None))
-        del entry
-
-    def _product(self, factors: list[Tensor]) -> None:
-        for entry in self.order:
-            if isinstance(entry, dict) and not entry["used"]:
-                entry["used"] = any(_same(entry["out"], factor) for factor in factors)
+    def _mark(self, out: Any, mark: _Entry | None) -> None:
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                self._marks[id(tensor)] = (tensor, mark)
 
     @property
     def seen(self) -> list[Seen]:
-        found = []
-        for entry in self.order:
-            if isinstance(entry, Seen):
-                found.append(entry)
-            elif entry["used"]:
-                found.append(Seen.of(entry["p"]))
-        return found
+        both = [found if isinstance(found, Seen) else found.seen if found.used else None for found in self.found]
+        return [seen for seen in both if seen is not None]
 
 
-def _same(probs: Tensor, factor: Tensor) -> bool:
-    """Whether a factor holds these probabilities, as a view or as a copy."""
-    if probs.numel() != factor.numel():
-        return False
-    if probs.untyped_storage().data_ptr() == factor.untyped_storage().data_ptr():
-        return True
-    mine, theirs = probs.detach().float(), factor.detach().float()
-    return torch.equal(mine.flatten(), theirs.flatten()) or torch.equal(
-        mine.flatten().sort().values, theirs.flatten().sort().values
-    )
+@dataclass
+class _Entry:
+    seen: Seen
+    used: bool = False
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    base = tensor if tensor._base is None else tensor._base
+    return isinstance(base, nn.Parameter) or isinstance(tensor, nn.Parameter)
 
 
 def _dense(q: Tensor, k: Tensor, kwargs: dict[str, Any], args: Any) -> Seen:

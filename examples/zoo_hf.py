@@ -113,6 +113,8 @@ def shrink(config: Any, size: Size) -> None:
             continue
         if isinstance(value, float) and "drop" in name:
             new = 0.0
+        elif isinstance(value, float) and ("initializer_range" in name or "init_std" in name):
+            new = max(value, 0.02)
         elif isinstance(value, int):
             new = _cut_int(name, value, size)
         elif isinstance(value, (list, tuple)):

@@ -27,7 +27,7 @@ from qkwatch.demo_model import GPT
 from qkwatch.errors import QKWatchError
 from qkwatch.retrofit import retrofit_
 from qkwatch.scout import find_sites
-from qkwatch.stats import MANY_KEYS, SHARP, SINK_MASS, qk_stats
+from qkwatch.stats import MANY_KEYS, MIN_ROW_LEFT, SHARP, SINK_MASS, qk_stats
 
 Times = dict[str, list[float]]  # contender -> seconds, one a round
 Ratios = dict[str, float]
@@ -113,13 +113,15 @@ def dense_figures(q: Tensor, k: Tensor, scale: float) -> dict[str, Tensor]:
     rest = kept / left.clamp_min(1e-12).unsqueeze(-1)
     many = seen >= MANY_KEYS
     mean = logits.masked_fill(~visible, 0).sum(-1) / seen
-    corrected = -torch.xlogy(rest, rest).sum(-1)[..., many] / (seen[many] - drop.sum(-1, keepdim=True)).log()
+    keys = seen - (drop.unsqueeze(-2) & visible).sum(-1)  # (B, H, T)
+    rows = (keys >= MANY_KEYS) & (left >= MIN_ROW_LEFT)
+    corrected = torch.where(rows, -torch.xlogy(rest, rest).sum(-1) / keys.log(), 0)
     return {
         "max_logit": hidden.masked_fill(~visible, 0).abs().amax((0, 2, 3)),
         "margin": (hidden.amax(-1) - mean).amax((0, 2)),
         "entropy": (nats[..., many] / seen[many].log()).mean((0, 2)),
         "entropy_nats": nats.mean((0, 2)),
-        "entropy_corrected": corrected.mean((0, 2)),
+        "entropy_corrected": corrected.sum((0, 2)) / rows.sum((0, 2)),
         "sink_mass": 1 - left.mean((0, 2)),
         "saturated": (p.amax(-1) > SHARP)[..., 1:].float().mean((0, 2)),
         "grad_signal": (1 - p.square().sum(-1)).mean((0, 2)),

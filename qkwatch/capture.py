@@ -22,6 +22,14 @@ from qkwatch.modules import in_backward
 aten = torch.ops.aten
 
 
+@dataclass(frozen=True, eq=False)
+class Bias:
+    """What was added to a product, and the product's shape at that place."""
+
+    tensor: Tensor
+    shape: torch.Size
+
+
 @dataclass(eq=False)
 class Core:
     """One softmax(QK^T).
@@ -45,20 +53,19 @@ class Core:
     is_causal: bool = False
     scale: float = 1.0
     factor: float = 1.0
-    biases: tuple[Tensor, ...] = ()
+    biases: tuple[Bias, ...] = ()
 
     @property
     def bias(self) -> Tensor | None:
-        """All biases together; where they do not broadcast to one another, the one with most entries."""
-        if len(self.biases) < 2:
-            return self.biases[0] if self.biases else None
-        try:
-            total = self.biases[0].detach().float()
-            for bias in self.biases[1:]:
-                total = total + bias.detach()
-        except RuntimeError:
-            return max(self.biases, key=Tensor.numel)
-        return total.clamp_min(torch.finfo(torch.float32).min)  # two masks of the dtype's minimum overflow
+        """All biases together; broadcasts to the logits where there is one, has their shape where there are more."""
+        if len(self.biases) < 2 or self.logits is None:
+            return self.biases[0].tensor if self.biases else None
+        shape = self.logits.shape
+        whole = [b.tensor.detach().float().expand(b.shape) for b in self.biases if b.shape.numel() == shape.numel()]
+        if not whole:
+            return self.biases[0].tensor
+        # two masks of the dtype's minimum overflow together
+        return sum(b.reshape(shape) for b in whole).clamp_min(torch.finfo(torch.float32).min)  # type: ignore[union-attr]
 
     @property
     def fused(self) -> bool:
@@ -129,7 +136,7 @@ class _Info:
     product: _Product | None = None
     probs: object | None = None
     factor: float | None = None
-    biases: tuple[Tensor, ...] = ()  # what was added to a product
+    biases: tuple[Bias, ...] = ()  # what was added to a product
 
 
 _VIEWS = {
@@ -269,7 +276,7 @@ class CoreCapture(TorchDispatchMode):
         elif op in _PRODUCTS:
             first, second = _PRODUCTS[op]
             added = op is aten.baddbmm and args[0].numel() > 1 and kwargs.get("beta", 1) != 0
-            self._product(args[first], args[second], out, (args[0],) if added else ())
+            self._product(args[first], args[second], out, (Bias(args[0], out.shape),) if added else ())
         elif op in _SOFTMAX:
             self._softmax(args[0], args[1], out)
         elif op is aten._native_multi_head_attention or op is aten._transformer_encoder_layer_fwd:
@@ -300,13 +307,13 @@ class CoreCapture(TorchDispatchMode):
                 q=q,
                 k=k,
                 mask=mask,
-                biases=(mask,) if mask is not None and mask.is_floating_point() else (),
+                biases=(Bias(mask, mask.shape),) if mask is not None and mask.is_floating_point() else (),
                 is_causal=bool(_argument(args, kwargs, causal_at, False)),
                 scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
             )
         )
 
-    def _product(self, a: Tensor, b: Tensor, out: Tensor, biases: tuple[Tensor, ...]) -> None:
+    def _product(self, a: Tensor, b: Tensor, out: Tensor, biases: tuple[Bias, ...]) -> None:
         info_a, info_b = self._info(a), self._info(b)
         for info in (info_a, info_b):
             if info is not None and info.probs is not None:
@@ -350,7 +357,7 @@ class CoreCapture(TorchDispatchMode):
         products = [info.product for info in known if info.product is not None]
         biases = next((info.biases for info in known if info.biases), ())
         if products and op in _ADDS:
-            biases += self._added(args)
+            biases += self._added(args, out.shape)
         info = _Info(
             biases=biases,
             weight=is_view and known[0].weight,
@@ -363,10 +370,11 @@ class CoreCapture(TorchDispatchMode):
             if out is first and out._base is not None:  # written in place through a view
                 self._tag(out._base, info)
 
-    def _added(self, args: Any) -> tuple[Tensor, ...]:
+    def _added(self, args: Any, shape: torch.Size) -> tuple[Bias, ...]:
         """Of the two terms of a sum, those that do not descend from a product."""
         infos = ((tensor, self._info(tensor)) for tensor in _tensors(args[:2]))
-        return tuple(t for t, info in infos if t.is_floating_point() and (info is None or info.product is None))
+        strangers = (t for t, info in infos if info is None or info.product is None)
+        return tuple(Bias(t, shape) for t in strangers if t.is_floating_point())
 
     # -- the table ----------------------------------------------------------------------------------------
 

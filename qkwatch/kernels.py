@@ -7,33 +7,23 @@ and inside a `TorchDispatchMode`. Memory is O(block x Tk), never Tq x Tk.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import product
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-BIG = 3e38  # stands in for inf and NaN so that every later product is finite; marks the row as broken
+from qkwatch.masks import BIG, CPU_BLOCK, Block, Mask, RowPlan, Shade, hidden_below
+
 EMPTY = -1e38  # the peak of a row without visible keys: above -BIG (hidden), below any logit that counts
 FLOOR = -40.0  # exp(-40) = 4e-18 is far below fp32 rounding, but its square is no (slow) denormal yet
 OVER = 100.0  # the logit above which entries are counted
-CPU_BLOCK = 1 << 18  # logits per block: two float32 buffers of it stay in cache
 CAUSAL_ROWS = 64  # rows per block; a taller causal block computes more hidden entries
 PLAIN_ROWS = 256
 GENTLE = 20.0  # logits that exp can take as they are: nothing overflows, also squared
 HIDE = -60.0  # among those, no weight: exp(-60) is nothing beside exp(-20)
 LOOK = True  # values may steer the work where they are at hand
 GPU_BLOCK = 1 << 24  # enough to fill an accelerator, and few launches
-
-
-class Block(NamedTuple):
-    """A rectangle of the logits: batch, query head and measured-row slices, and the first `width` keys."""
-
-    b: slice
-    h: slice
-    r: slice
-    width: int
 
 
 class RowSums(NamedTuple):
@@ -59,151 +49,6 @@ class RowSums(NamedTuple):
     def largest(self) -> Tensor:
         """max |logit| over the visible keys; BIG in rows that hold NaN or inf."""
         return torch.maximum(torch.maximum(self.peak, self.first), -self.low)
-
-
-class Shade(NamedTuple):
-    """Hidden entries of a block, among the keys from `start` on; all earlier keys are visible."""
-
-    visible: Tensor  # 1.0 or 0.0
-    hide: Tensor  # 0.0 or -BIG
-    start: int
-
-    @classmethod
-    def of(cls, visible: Tensor, start: int) -> Shade:
-        ones = visible.float()
-        return cls(ones, (ones - 1).mul_(BIG), start)
-
-
-@dataclass(frozen=True)
-class RowPlan:
-    """Which query rows are measured: `count` of `q_len`, evenly spread, the last one always among them."""
-
-    q_len: int
-    count: int
-    device: torch.device
-
-    @property
-    def exact(self) -> bool:
-        """All rows are measured."""
-        return self.count == self.q_len
-
-    def at(self, r: int) -> int:
-        """Position of the r-th measured row.
-
-        >>> [RowPlan(10, 4, torch.device("cpu")).at(r) for r in range(4)]
-        [1, 4, 6, 9]
-        """
-        return (r + 1) * self.q_len // self.count - 1
-
-    def positions(self) -> Tensor:
-        """Positions `(R,)` of all measured rows, int64."""
-        steps = torch.arange(1, self.count + 1, device=self.device)
-        return torch.div(steps * self.q_len, self.count, rounding_mode="floor") - 1
-
-    def take(self, x: Tensor, dim: int) -> Tensor:
-        """The measured rows of `x` along `dim` (untouched where that axis is broadcast or all rows count)."""
-        return x if self.exact or x.shape[dim] == 1 else x.index_select(dim, self.positions())
-
-
-def hidden_below(dtype: torch.dtype) -> float:
-    """Entries at or below this are masking, not logits: half of the dtype's minimum (float32's if wider)."""
-    return max(torch.finfo(dtype).min, torch.finfo(torch.float32).min) / 2
-
-
-def shown(mask: Tensor) -> Tensor:
-    """Bool of the mask's shape: True where it leaves the key visible (a NaN bias does)."""
-    return mask if mask.dtype == torch.bool else mask.le(hidden_below(mask.dtype)).logical_not_()
-
-
-class Mask:
-    """A bool (True = visible) or additive mask, broadcast to `(B, H, Tq, Tk)`, and the causal triangle."""
-
-    def __init__(self, mask: Tensor | None, is_causal: bool, plan: RowPlan, k_len: int) -> None:
-        self.plan = plan
-        self.is_causal = is_causal
-        self.positions = plan.positions()
-        self.mask = mask
-        if mask is not None:
-            mask = mask[(None,) * (4 - mask.ndim)]
-            for dim in range(3):  # an expanded mask is no larger than what it was expanded from
-                mask = mask.narrow(dim, 0, 1) if mask.stride(dim) == 0 else mask
-            self.mask = mask.expand(-1, -1, -1, k_len)
-        self._per_head = self.mask is not None and self.mask.shape[1] > 1
-        self._last: tuple[Any, tuple[Shade | None, Tensor | None]] = (None, (None, None))
-
-    def width(self, r: slice, k_len: int) -> int:
-        """How many leading keys the rows `r` can see at all."""
-        return min(k_len, self.plan.at(r.stop - 1) + 1) if self.is_causal else k_len
-
-    def counts(self, k_len: int) -> Tensor:
-        """Visible keys `(R,)` per measured row where there is no mask but the triangle, float32."""
-        seen = self.positions.clamp(max=k_len - 1) + 1
-        return (seen if self.is_causal else torch.full_like(seen, k_len)).float()
-
-    def block(self, block: Block) -> tuple[Shade | None, Tensor | None]:
-        """What is hidden of the block (None: nothing), and the additive bias."""
-        shared = self.mask is None or self.mask.shape[0] == 1
-        key = (None if shared else block.b.start, block.h.start if self._per_head else None, block.r, block.width)
-        if key != self._last[0]:  # the blocks of other heads come next: most masks look the same to them
-            self._last = (key, self._make(block))
-        return self._last[1]
-
-    def _make(self, block: Block) -> tuple[Shade | None, Tensor | None]:
-        if self.mask is not None:
-            part = self._part(self.mask, block)
-            bias = None if part.dtype == torch.bool else part.float()
-            return Shade.of(self._visible(part, block), 0), bias
-        if self.is_causal:
-            start = min(self.plan.at(block.r.start) + 1, block.width)  # all its rows see the keys before
-            return Shade.of(self._triangle(block, start), start), None
-        return None, None
-
-    def unseen(self) -> Tensor | None:
-        """Keys that no query row sees, bool `(B|1, H|1, Tk)`: padding. None without a mask."""
-        if self.mask is None:
-            return None
-        batch, heads, rows, k_len = self.mask.shape
-        plan = RowPlan(rows, rows, self.plan.device)
-        # with one mask row for all, the triangle cannot hide a key from its own row
-        full = Mask(self.mask, self.is_causal and rows > 1, plan, k_len)
-        step = max(1, CPU_BLOCK // (batch * heads * k_len))
-        seen = torch.zeros(batch, heads, k_len, dtype=torch.bool, device=plan.device)
-        for r in range(0, rows, step):
-            block = Block(slice(None), slice(None), slice(r, min(r + step, rows)), k_len)
-            seen |= full._visible(full._part(self.mask, block), block).any(-2)
-        return seen.logical_not_()
-
-    def columns(self, index: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """`(visible, bias)` of the keys `index` `(B, H, C)` in the measured rows, each `(B, H, R, C)`."""
-        batch, heads, columns = index.shape
-        visible: Tensor | None = None
-        bias: Tensor | None = None
-        if self.mask is not None:
-            rows, k_len = self.mask.shape[-2:]
-            part = self.mask.expand(batch, heads, rows, k_len)
-            part = self.plan.take(part.gather(3, index[:, :, None].expand(batch, heads, rows, columns)), 2)
-            bias = None if part.dtype == torch.bool else part.float()
-            visible = shown(part)
-        if self.is_causal:
-            below = index[:, :, None] <= self.positions[:, None]
-            visible = below if visible is None else visible & below
-        return visible, bias
-
-    def _triangle(self, block: Block, start: int) -> Tensor:
-        keys = torch.arange(start, block.width, device=self.plan.device)
-        return keys <= self.positions[block.r, None]  # (R, width - start)
-
-    def _visible(self, part: Tensor, block: Block) -> Tensor:
-        visible = shown(part)
-        return visible & self._triangle(block, 0) if self.is_causal else visible
-
-    def _part(self, mask: Tensor, block: Block) -> Tensor:
-        """The block's rectangle of the mask, broadcast axes kept at 1."""
-        b, h = (s if size > 1 else slice(None) for s, size in zip((block.b, block.h), mask.shape, strict=False))
-        part = mask[b, h, :, : block.width]
-        if part.shape[2] == 1:
-            return part
-        return part[:, :, block.r] if self.plan.exact else part[:, :, self.positions[block.r]]
 
 
 class Source(Protocol):

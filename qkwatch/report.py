@@ -48,7 +48,14 @@ _COLUMNS = (
     _Column("grad signal", "grad_signal", min, "{:.2g}"),
 )
 _ORDER = ("heads", "max logit", "margin", "entropy", "saturated", "grad signal", "rms q, k")
-_DROP = ("margin", "heads", "rms q, k", "saturated", "grad signal")  # in this order, where the terminal is narrow
+_DROP = (
+    "margin",
+    "heads",
+    "rms q, k",
+    "saturated",
+    "grad signal",
+    "entropy",
+)  # in this order, where the terminal is narrow
 _LONGEST = 28  # characters of a site's name in a table
 
 

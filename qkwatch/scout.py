@@ -14,9 +14,10 @@ from qkwatch.capture import Core, CoreCapture, aten
 from qkwatch.layout import HeadLayout, default_layout
 from qkwatch.measure import Rows, measure, measure_at
 from qkwatch.modules import ModuleStack, named_modules, unwrap
-from qkwatch.probe import Call, Refusal, find_taps, isolated, replay
+from qkwatch.probe import Call, Refusal, isolated, replay
 from qkwatch.sites import Site
 from qkwatch.stats import MAXIMA, Packed, merge, reading_from
+from qkwatch.trace import find_taps
 
 _WIDEN = 3  # how many ancestors with weights may be tried for the projections that a core's own module lacks
 
@@ -163,7 +164,8 @@ class Scout:
             try:
                 taps = find_taps(module, call)
             except Refusal as found:
-                refusal = refusal or found
+                if refusal is None or not found.widen:
+                    refusal = found  # what an ancestor lacks says more than that the projections are not here
                 if not found.widen:
                     break
                 continue
@@ -187,6 +189,8 @@ class Scout:
                 self_attention=taps.self_attention,
             )
         reason = refusal.reason if refusal else "the inputs of its forward are not known"
+        if refusal is not None and refusal.normed:
+            reason = "its queries and keys are normed already"
         layout = first.layout if first.layout.kind == "axis" else HeadLayout(1, "single")
         return Site(
             self._names[id(owner)],

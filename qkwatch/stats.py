@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from .errors import QKWatchError
-from .kernels import BIG, EMPTY, LogitSource, Mask, QKSource, RowPlan, RowSums, Source, hidden_below, stream
+from .kernels import EMPTY, LogitSource, QKSource, RowSums, Source, stream
+from .masks import BIG, Mask, RowPlan, hidden_below
 
 MANY_KEYS = 16  # normalised entropy is taken over rows with so many visible keys where there are any
 SINK_MASS = 0.3  # a key with more than this of the mean mass is a sink

@@ -122,7 +122,9 @@ def _run_grown(site: Site, norm: QKNorm) -> _Run:
 
 
 def _grow(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-    return (args[0] * GROWTH,)
+    size = float(args[0].detach().float().square().mean().sqrt())
+    # projections that start near zero (or with zeros) must not drown in a norm's epsilon
+    return (args[0] * (GROWTH * max(1.0, 1.0 / size) if 0.0 < size < math.inf else GROWTH),)
 
 
 @contextlib.contextmanager

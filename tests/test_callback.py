@@ -7,7 +7,7 @@ import csv
 import math
 import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tiny import HEADS, LENGTH, Tiny, assert_same, data, loss_of, trainer, weights
 from torch import nn
 from torch.nn.modules import module as torch_module
+from torch.optim import lr_scheduler as sched
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import qkwatch
@@ -318,6 +319,77 @@ def test_what_cannot_be_patched_is_watched_and_says_why() -> None:
     assert entry.report.applied == SITES[:1]
     assert list(entry.report.refused) == SITES[1:]
     assert {r.site for r in callback.readings} == set(SITES)
+
+
+# -- optimizers and schedulers ----------------------------------------------------------------------------------
+
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "OneCycleLR": lambda o: sched.OneCycleLR(o, [0.1, 0.02], total_steps=20),
+    "SequentialLR": lambda o: sched.SequentialLR(
+        o, [sched.LinearLR(o, 0.1, total_iters=3), sched.CosineAnnealingLR(o, 10)], milestones=[3]
+    ),
+    "LambdaLR": lambda o: sched.LambdaLR(o, [lambda step: 0.9**step, lambda step: 1 / (1 + step)]),
+    "ReduceLROnPlateau": lambda o: sched.ReduceLROnPlateau(o, patience=1, threshold=1.0),
+    "CyclicLR": lambda o: sched.CyclicLR(o, [0.01, 0.002], [0.1, 0.02], 3, cycle_momentum=False),
+}
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "AdamW": lambda groups: torch.optim.AdamW(groups, lr=0.1),
+    "AdamW fused": lambda groups: torch.optim.AdamW(groups, lr=0.1, fused=True),
+    "SGD momentum fused": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, fused=True),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_old_groups_keep_their_learning_rates(schedule: str, optimizer: str) -> None:
+    class Planned(Tiny):
+        def configure_optimizers(self) -> Any:
+            flat = [p for p in self.parameters() if p.ndim < 2]
+            deep = [p for p in self.parameters() if p.ndim >= 2]
+            built = OPTIMIZERS[optimizer]([{"params": deep, "weight_decay": 0.1}, {"params": flat, "lr": 0.02}])
+            plan = SCHEDULES[schedule](built)
+            return {"optimizer": built, "lr_scheduler": {"scheduler": plan, "interval": "step", "monitor": "loss"}}
+
+    class Rates(L.Callback):
+        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+            seen.append([g["lr"] for g in trainer.optimizers[0].param_groups])
+
+    runs = []
+    for callbacks in ([], [watch(retrofit="now")]):
+        seen: list[list[float]] = []
+        fit(*callbacks, Rates(), module=Planned(), steps=12)
+        runs.append(seen)
+    plain, patched = runs
+    assert [rates[:2] for rates in patched] == plain
+    assert [len(rates) for rates in patched] == [2] + [3] * 11
+    assert [rates[2] for rates in patched[1:]] == [rates[1] for rates in patched[1:]]  # as the block's 1-D parameters
+
+
+def test_clipping_sees_the_gains() -> None:
+    class Norms(L.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, o: Any, b: Any, index: int) -> None:
+            if index % 2:
+                grads = [p.grad for p in pl_module.parameters() if p.grad is not None]
+                norms.append(float(torch.stack([g.norm() for g in grads]).norm()))
+
+    norms: list[float] = []
+    callback = watch(retrofit="now")
+    fit(callback, Norms(), steps=9, loader=data(80), gradient_clip_val=1e-3, accumulate_grad_batches=2)
+    assert callback.retrofits[0].report.applied == SITES
+    assert norms == pytest.approx([1e-3] * 9, rel=1e-3)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("kind", ["sdpa", "eager", "mha"])
+def test_half_precision(precision: str, kind: str) -> None:
+    callback, module = watch(retrofit="now"), Tiny(kind, sharp=True)
+    run, _ = fit(callback, module=module, precision=precision, gradient_clip_val=1.0)
+    assert callback.retrofits[0].report.applied == SITES, callback.retrofits[0].report.refused
+    expected = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    assert {p.dtype for p in module.parameters()} == {expected}
+    assert math.isfinite(run.callback_metrics["loss"])
+    assert all(r.max_logit.dtype == torch.float32 for r in callback.readings)
+    assert max(float(r.max_logit.max()) for r in callback.readings) < 25
 
 
 # -- metrics and loggers ----------------------------------------------------------------------------------------

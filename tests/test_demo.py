@@ -166,9 +166,14 @@ def test_places_that_cannot_be_written_are_named_before_training(source, tmp_pat
 def test_quiet_gives_the_loggers_back():
     logger = logging.getLogger("lightning.pytorch")
     level = logger.level
-    with pytest.raises(ZeroDivisionError), demo.quiet():
-        assert logger.level == logging.ERROR
-        raise ZeroDivisionError
+
+    def fail():
+        with demo.quiet():
+            assert logger.level == logging.ERROR
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
     assert logger.level == level
 
 

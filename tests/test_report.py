@@ -67,23 +67,36 @@ def test_alert_text_is_markup_safe_and_coloured_by_level():
 
 def test_reading_table_golden():
     rows = [reading(), reading("enc[1].attn", (1234.5, math.inf), exact=False, entropy=(NAN, NAN))]
-    assert lines(reading_table(rows, title="step 30")) == [
-        "                                       step 30",
-        "                            max                                        grad      rms",
-        "site           heads      logit  margin       entropy  saturated     signal     q, k",
-        "─────────────────────────────────────────────────────────────────────────────────────",
-        "layers.0.attn      2  34.25 (0)  30 (0)      0.12 (1)    54% (1)  0.031 (1)  2.5 (1)",
-        "                                                                             1.5 (0)",
-        "~enc[1].attn       2    inf (1)  30 (0)  not measured    54% (1)  0.031 (1)  2.5 (1)",
-        "                                                                             1.5 (0)",
-        "                          ~ from a sample of the query rows",
+    assert lines(reading_table(rows, title="step 30"), 80) == [
+        "                                   step 30",
+        "                       max                                    grad",
+        "site      heads      logit  margin   entropy  saturated     signal  rms q, k",
+        "─────────────────────────────────────────────────────────────────────────────",
+        "layers.0      2  34.25 (0)  30 (0)  0.12 (1)    54% (1)  0.031 (1)  2.5, 1.5",
+        "~enc[1]       2    inf (1)  30 (0)         -    54% (1)  0.031 (1)  2.5, 1.5",
+        "   names without .attn; ~ from a sample of the query rows; - not measured",
     ]
 
 
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 200])
+@pytest.mark.parametrize(
+    "site", ["model.layers.{}.self_attn", "encoder.blocks.{}.attention.self", "x" * 60 + ".{}", "{}"]
+)
+def test_no_cell_of_a_table_is_wrapped_or_cut(width, site):
+    rows = [reading(site.format(i), (1234.5, 1.0), entropy=(NAN, NAN)) for i in range(12)]
+    text = lines(reading_table(rows), width)
+    assert all(len(line) <= width for line in text)
+    body = [line for line in text if "1,234 (0)" in line]
+    assert len(body) == 12
+    assert len({line.split()[0] for line in body}) == 12
+    assert width < 60 or any("- not measured" in " ".join(text[i : i + 2]) for i in range(len(text)))
+
+
 def test_a_single_head_needs_no_name_and_nothing_is_shown_as_zero():
-    text = "\n".join(lines(reading_table([reading(top=(8.0,), entropy=(NAN,), saturated=(NAN,))])))
-    assert "(0)" not in text
-    assert text.count("not measured") == 2
+    text = lines(reading_table([reading(top=(8.0,), entropy=(NAN,), saturated=(NAN,), k_rms=(NAN,))]))
+    assert "(0)" not in "".join(text)
+    assert text[-2].split() == ["layers.0.attn", "1", "8", "30", "-", "-", "0.8", "1,", "-"]
+    assert text[-1].strip() == "- not measured"
 
 
 @pytest.mark.parametrize("n", [0, 1, 24, 25, 48])
@@ -91,9 +104,40 @@ def test_long_tables_keep_the_worst_in_model_order_and_say_what_is_left_out(n):
     tops = torch.randperm(n, generator=torch.Generator().manual_seed(n)).tolist()
     rows = [reading(f"layers.{i}.attn", (float(t), 0.5)) for i, t in enumerate(tops)]
     text = "\n".join(lines(reading_table(rows)))
-    shown = [int(i) for i in re.findall(r"layers\.(\d+)\.attn", text)]
+    shown = [int(i) for i in re.findall(r"layers\.(\d+)", text)]
     assert shown == [i for i, t in enumerate(tops) if t >= n - 24]
     assert (f"{n - 24} left out" in text) == (n > 24)
+
+
+@pytest.mark.parametrize(
+    ("names", "short", "note"),
+    [
+        (["net.h.0.attn", "net.h.1.attn"], ["h.0", "h.1"], "names without net. and .attn"),
+        (["h.0.attn", "h.0.cross"], ["0.attn", "0.cross"], "names without h."),
+        (["a.b.0.attn", "a.c.0.attn"], ["a.b", "a.c"], "names without .0.attn"),
+        (["net.h.0.attn"], ["net.h.0.attn"], ""),
+        (["", "a.b"], ["(the model itself)", "a.b"], ""),
+        (["a.0", "a.0.1"], ["a.0", "a.0.1"], ""),
+        (["y" * 40], ["…" + "y" * 27], ""),
+        ([], [], ""),
+    ],
+)
+def test_short_sites(names, short, note):
+    assert report.short_sites(names) == (short, note)
+
+
+@pytest.mark.parametrize(
+    ("names", "brief"),
+    [
+        ([f"h.{i}.attn" for i in range(12)], ["h.0-11.attn"]),
+        (["h.0", "h.2", "h.3"], ["h.0,2-3"]),
+        ([f"a.{i}.b.{j}" for i in range(2) for j in range(3)] + ["a.2.b.0"], ["a.0-1.b.0-2", "a.2.b.0"]),
+        (["h.0.x", "h.1.y", "head"], ["h.0.x", "h.1.y", "head"]),
+        ([], []),
+    ],
+)
+def test_abbreviate(names, brief):
+    assert report.abbreviate(names) == brief
 
 
 def test_retrofit_text_golden():
@@ -105,6 +149,14 @@ def test_retrofit_text_golden():
     ]
     nothing = "qkwatch retrofit: 0 sites patched, 0 refused; drift not measured"
     assert lines(retrofit_text(FakeReport())) == [nothing]
+    names = [f"h.{i}" for i in range(12)]
+    many = FakeReport(names, {"g.0": "no k", "g.1": "no k", "c": "x"}, {n: i / 100 for i, n in enumerate(names)})
+    assert lines(retrofit_text(many)) == [
+        "qkwatch retrofit: 12 sites patched, 3 refused; drift at worst 0.11 (h.11), median 0.055",
+        "  patched: h.0-11",
+        "  refused: g.0-1: no k",
+        "  refused: c: x",
+    ]
 
 
 def test_summary_golden():
@@ -184,11 +236,3 @@ def test_say_prints_where_a_tqdm_bar_would_drop_the_text(capsys, monkeypatch):
     for bar in (Closed(), None, object()):
         say(alert_text(Alert(Level.INFO, 1, "a", (0,), "sink", "a[0]: head 0")), bar)
     assert capsys.readouterr().out == "qkwatch INFO step 1: a[0]: head 0\n" * 3
-
-
-def test_the_table_fits_an_80_column_terminal():
-    rows = [reading(f"model.layers.{i}.self_attn", (1234.5, 1.0), k_rms=(NAN, NAN)) for i in range(3)]
-    text = "\n".join(lines(reading_table(rows), width=80))
-    assert "…" not in text
-    assert "q, k\n" in text
-    assert text.count("measured") == 3

@@ -64,12 +64,9 @@ class Scheduled(Tiny):
                 milestones=[4],
             ),
             "amsgrad": lambda: sched.LambdaLR(optimizer, lambda step: 0.95**step),
-            "sgd": lambda: sched.ReduceLROnPlateau(optimizer, patience=0, threshold=1.0),
+            "sgd": lambda: sched.StepLR(optimizer, 3, 0.5),
         }
-        # a checkpoint of mid-epoch is saved before a plateau scheduler steps: by epochs it is
-        interval = "epoch" if self.hparams.opt == "sgd" else "step"
-        schedule = {"scheduler": plan[self.hparams.opt](), "interval": interval, "monitor": "loss"}
-        return {"optimizer": optimizer, "lr_scheduler": schedule}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plan[self.hparams.opt](), "interval": "step"}}
 
 
 class Manual(Tiny):
@@ -124,7 +121,7 @@ MODELS: dict[str, Any] = {
     "AdamW, OneCycleLR": lambda: Scheduled(sharp=True),
     "AdamW fused, SequentialLR": lambda: Scheduled(sharp=True, opt="fused", kind="eager"),
     "AdamW amsgrad, LambdaLR": lambda: Scheduled(sharp=True, opt="amsgrad", kind="mha"),
-    "SGD momentum fused, ReduceLROnPlateau": lambda: Scheduled(sharp=True, opt="sgd"),
+    "SGD momentum fused, StepLR": lambda: Scheduled(sharp=True, opt="sgd"),
     "Muon beside AdamW, manual": lambda: Manual(sharp=True),
 }
 
