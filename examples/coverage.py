@@ -80,17 +80,18 @@ class Seen:
 
     nats: Tensor
     saturated: Tensor
+    shape: torch.Size
 
     @classmethod
     def of(cls, p: Tensor) -> Seen:
         """From probabilities (..., Tq, Tk); rows that see nothing, and rows of padding, do not count."""
-        p = p.detach().double()
+        p, shape = p.detach().double(), p.shape
         p = p if p.ndim == 4 else p.reshape(-1, 1, *p.shape[-2:])
         live = p.sum(-1) > 0.5
         nats = -(p * p.clamp_min(1e-300).log()).sum(-1)
         several = live & ((p > 0).sum(-1) >= 2)
         sharp = (p.amax(-1) > 0.99) & several
-        return cls(_mean(nats, live), _mean(sharp.double(), several))
+        return cls(_mean(nats, live), _mean(sharp.double(), several), shape)
 
     def distance(self, reading: Reading) -> float:
         """Largest difference of a reading's figures, per head where both have the same heads."""
@@ -253,8 +254,12 @@ def _find(built: zoo.Built, result: Result) -> list[Site]:
 
 def _read(model: nn.Module, built: zoo.Built, result: Result, sites: list[Site]) -> None:
     """Hold the readings of a live forward against the witness's."""
-    with torch.enable_grad(), watch(model, sites) as watcher:
+    with warnings.catch_warnings(record=True) as caught, torch.enable_grad(), watch(model, sites) as watcher:
+        warnings.simplefilter("always")
         _outputs(model, built)
+    if any("flex_attention" in str(w.message) for w in caught) or (not sites and _uses_flex(model, built)):
+        result.note = "flex_attention: said to be unmeasured"
+        return
     witness = Witness()
     with torch.enable_grad(), witness:
         _outputs(model, built)
@@ -265,6 +270,15 @@ def _read(model: nn.Module, built: zoo.Built, result: Result, sites: list[Site])
     result.error = _match(seen, readings)
     if result.error > TOLERANCE:
         result.faults.append(f"readings are off by {result.error:.2g}")
+
+
+def _uses_flex(model: nn.Module, built: zoo.Built) -> bool:
+    from qkwatch.scout import Scout
+
+    scout = Scout(model)
+    with torch.no_grad(), scout:
+        _outputs(model, built)
+    return "flex_attention" in scout.unseen.values()
 
 
 def _match(seen: list[Seen], readings: list[Reading]) -> float:
@@ -288,6 +302,11 @@ def _read_own(built: zoo.Built, result: Result) -> None:
     kept = [v for k, v in output.items() if k.endswith("attentions")] if hasattr(output, "items") else []
     own = [t for t in tree_leaves(kept) if isinstance(t, Tensor) and t.ndim == 4]
     own = [t for t in own if float((t.sum(-1) - 1).abs().max()) < 1e-3]
+    witness = Witness()
+    with torch.no_grad(), witness:
+        _outputs(twin, built)
+    shapes = {seen.shape for seen in witness.seen}  # others are no softmax of products: deformable sampling, say
+    own = [t for t in own if t.shape in shapes]
     with torch.no_grad(), watch(twin) as watcher:
         _outputs(twin, built)
     result.own = len(own)

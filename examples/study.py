@@ -61,7 +61,9 @@ def optimizers(model: nn.Module, kind: str, lr: float) -> list[torch.optim.Optim
 
 def schedule(step: int) -> float:
     warm_up = 15
-    return (step + 1) / warm_up if step < warm_up else 0.5 * (1 + math.cos(math.pi * (step - warm_up) / (STEPS - warm_up)))
+    return (
+        (step + 1) / warm_up if step < warm_up else 0.5 * (1 + math.cos(math.pi * (step - warm_up) / (STEPS - warm_up)))
+    )
 
 
 class Run:
@@ -221,7 +223,9 @@ def rules(results: Results, console: Console) -> None:
         for name, figures in scores.items():
             table.add_row(name, *(str(figures[c]) for c in columns))
         console.print(table)
-    table = Table("task", "optimizer", "lr", "harm at", "warned at", "final − twin", "largest logit", title="median run")
+    table = Table(
+        "task", "optimizer", "lr", "harm at", "warned at", "final − twin", "largest logit", title="median run"
+    )
     for (task, optimizer), lrs in GRID.items():
         for lr in lrs:
             same = [r for r in rows if (r["task"], r["optimizer"], r["lr"]) == (task, optimizer, lr)]
@@ -296,7 +300,16 @@ def actions(results: Results) -> None:
 
 def action_table(results: Results, console: Console) -> None:
     base = {(r["task"], r["optimizer"], r["lr"], r["seed"]): r for r in results.rows if r["kind"] == "run"}
-    table = Table("action", "runs", "recovered: mean", "worst", "jump: mean", "worst", "healthy: final − unpatched", "largest after")
+    table = Table(
+        "action",
+        "runs",
+        "recovered: mean",
+        "worst",
+        "jump: mean",
+        "worst",
+        "healthy: final − unpatched",
+        "largest after",
+    )
     for action in ACTIONS:
         rows = [r for r in results.rows if r["kind"] == "action" and r["action"] == action]
         shares, jumps, healthy = [], [], []

@@ -96,10 +96,10 @@ def _timm_model(module: str) -> Built:
             try:
                 with torch.device("meta"):
                     size = sum(p.numel() for p in timm.create_model(name, **options).parameters())
-                if size > 40_000_000:
+                if size > 100_000_000:
                     raise NotBuilt(f"{name} has {size / 1e6:.0f} M parameters")
                 torch.manual_seed(0)
-                model = timm.create_model(name, drop_path_rate=0.0, **options).eval()
+                model = timm.create_model(name, **options).eval()
                 edge = options.get("img_size") or model.default_cfg["input_size"][-1]
                 images = torch.randn(2, model.default_cfg["input_size"][0], edge, edge)
                 with torch.no_grad():
@@ -306,7 +306,8 @@ def _vit(name: str) -> Built:
             continue
         parameters = inspect.signature(cls).parameters
         open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        chosen = {k: v for k, v in options.items() if k in parameters or (open_ended and k in _VIT_SPECIAL.get(name, {}))}
+        special = _VIT_SPECIAL.get(name, {})
+        chosen = {k: v for k, v in options.items() if k in parameters or (open_ended and k in special)}
         for images in _pictures(options["image_size"]):
             try:
                 torch.manual_seed(0)

@@ -56,7 +56,7 @@ _RULES: list[tuple[tuple[str, ...], Callable[[Size, int], int]]] = [
     (("lora_rank", "lora_r", "low_rank"), lambda s, v: min(v, 16)),
     (("layer_scale", "layerscale", "layer_norm"), lambda s, v: v),
     (("num_layers", "hidden_layers", "n_layer", "_layers", "num_blocks", "depth"), lambda s, v: min(v, s.layers)),
-    (("intermediate", "ffn", "inner_dim", "d_ff", "mlp_dim", "feedforward", "n_inner"), lambda s, v: min(v, 2 * s.hidden)),
+    (("intermediate", "ffn", "inner_dim", "d_ff", "mlp_dim", "n_inner"), lambda s, v: min(v, 2 * s.hidden)),
     (("per_tok", "top_k", "topk"), lambda s, v: min(v, 2)),
     (("expert", "n_group"), lambda s, v: min(v, 4)),
     (("image_size", "img_size", "input_size", "pretrain_image"), lambda s, v: min(v, s.image)),
@@ -67,6 +67,7 @@ _RULES: list[tuple[tuple[str, ...], Callable[[Size, int], int]]] = [
     (("hidden_size", "d_model", "embed_dim", "n_embd", "embedding_size", "_dim", "width", "hidden_dim", "dim",
       "hidden_channels", "model_dim", "projection_size", "channels_hidden"), lambda s, v: min(v, s.hidden)),
 ]  # fmt: skip
+_SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 _KEEP = ("channels", "mel", "conv_dim", "rope", "num_dim")
 
 
@@ -116,7 +117,7 @@ def shrink(config: Any, size: Size) -> None:
         elif isinstance(value, float) and ("initializer_range" in name or "init_std" in name):
             new = max(value, 0.02)
         elif isinstance(value, int):
-            new = _cut_int(name, value, size)
+            new = min(value, 2) if name in _SPECIAL_TOKENS else _cut_int(name, value, size)
         elif isinstance(value, (list, tuple)):
             new = type(value)(_cut_list(name, list(value), size))
         if new is not value and new != value:
@@ -181,9 +182,6 @@ def _transformers_model(kind: str) -> Built:
         try:
             config = config_class()
             shrink(config, size)
-            for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-                if isinstance(getattr(config, name, None), int) and getattr(config, name) > 2:
-                    setattr(config, name, 2)
             model = _affordable(lambda c=config, k=cls: k._from_config(c))
             model.eval()
             kwargs = _working_inputs(model, config, size)
@@ -244,7 +242,8 @@ def _candidates(model: nn.Module, config: Any, size: Size) -> Iterator[dict[str,
     parameters = inspect.signature(model.forward).parameters
     vocabulary = min(int(_find(config, "vocab_size", 100)), 250)
     ids = torch.randint(3, max(4, vocabulary - 3), (2, 12))
-    required = {n for n, p in parameters.items() if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+    open_ended = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    required = {n for n, p in parameters.items() if p.default is p.empty and p.kind not in open_ended}
     main = getattr(model, "main_input_name", "input_ids")
     extra: dict[str, Any] = {}
     if "decoder_input_ids" in parameters:

@@ -214,7 +214,7 @@ def bench_find(rounds: int = 7, layers: int = 12, width: int = 384, length: int 
     }
 
 
-def bench_training(rounds: int = 7) -> Result:
+def bench_training(rounds: int = 5) -> Result:
     """Training steps with and without the callback. See `bench_training`."""
     from qkwatch.bench_training import run_training
 

@@ -22,7 +22,7 @@ from qkwatch.demo import quiet
 from qkwatch.demo_model import Attention, Lesson, Setup, rotate
 
 # what a step does, in the order of their turns; a reading is due at every len(TURNS)-th step
-TURNS = ("measured", "bare", "unmeasured", "hook", "bare", "eager")
+TURNS = ("measured", "bare", "unmeasured", "hook", "eager")
 SHAPES = ((256, 8), (1024, 2))  # (T, B)
 
 
@@ -135,9 +135,6 @@ def step_times(length: int, batch: int, rounds: int, layers: int = 6, width: int
     times: Times = {kind: [] for kind in dict.fromkeys(TURNS)}
     for kind, seconds in clock["times"][len(TURNS) :]:
         times[kind].append(seconds)
-    # two bare steps a round: the mean of both is what the others are held against
-    bare = times["bare"]
-    times["bare"] = [(a + b) / 2 for a, b in zip(bare[::2], bare[1::2], strict=True)]
     return times
 
 

@@ -192,20 +192,35 @@ class QKWatch(Guard, *trainers.callback_bases()):  # type: ignore[misc]
         if self._new:
             average_gradients(self._new)
 
-    @guarded
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        # guarded one by one: a rank on which the first fails still has to take part in what is collective of the rest
+        self._read(trainer, pl_module, outputs)
+        self._consider(trainer, pl_module)
+
+    @guarded
+    def _read(self, trainer: Any, pl_module: Any, outputs: Any) -> None:
+        """The readings of this step, if it was measured."""
         assert self._monitor is not None
         self._run.count(trainer.global_step)
         readings, alerts = self._monitor.collect(self._step)
         if readings:
             self._take(trainer, pl_module, readings, alerts)
         self._run.note_loss(lambda: trainers.loss_of(outputs), self._step)
-        if self._run.pending is not None and not self._run.decided and self._run.steps != self._step:
-            self._patch(trainer, pl_module)
-        if self._run.pending is None:
-            self._monitor.drop_calls()
         if self._monitor.empty and self._first_time("empty"):
             self._say(trainer, "qkwatch: no softmax attention ran in this model's forward pass: nothing to watch")
+
+    @guarded
+    def _consider(self, trainer: Any, pl_module: Any) -> None:
+        """A retrofit, if one is due: between two optimizer steps, never inside an accumulation window."""
+        assert self._monitor is not None
+        monitor, run = self._monitor, self._run
+        if self.retrofit == "auto" and not run.decided and monitor.last_measured == self._step:
+            run.pending = monitor.ranks.first(run.pending)
+        # patched once something has run while its inputs were kept
+        if run.pending is not None and not run.decided and run.steps != self._step and monitor.sites and monitor.kept:
+            self._patch(trainer, pl_module)
+        if run.pending is None:
+            monitor.drop_calls()
 
     def _take(self, trainer: Any, pl_module: Any, readings: list[Reading], alerts: list[Alert]) -> None:
         loud = [alert for alert in alerts if alert.level >= Level.WARN]
@@ -228,11 +243,8 @@ class QKWatch(Guard, *trainers.callback_bases()):  # type: ignore[misc]
     # -- the retrofit ---------------------------------------------------------------------------------------
 
     def _patch(self, trainer: Any, pl_module: Any) -> None:
-        """Between two optimizer steps, never inside an accumulation window; all ranks the same."""
         assert self._monitor is not None
         sites, new = self._monitor.sites, list[torch.nn.Parameter]()
-        if not sites or not self._monitor.kept:
-            return  # nothing has run yet, or without its inputs being kept; the next step will be another
         self._run.decided, self._run.pending = True, None
         try:
             report, new = patch_(trainer, pl_module, sites, self._monitor.ranks, self.variant, self.cap, self.max_gain)

@@ -8,6 +8,7 @@ names, no layout tables; an eager, an SDPA and an ``nn.MultiheadAttention`` core
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from qkwatch.modules import in_backward
 
@@ -91,10 +92,11 @@ class Core:
         k, heads = self.q if self._swapped() else self.k.transpose(-1, -2), self._stacked()
         return k if heads == 1 else k.unsqueeze(-3).expand(*k.shape[:-2], heads, *k.shape[-2:]).flatten(0, -3)
 
-    def rows(self) -> Tensor:
-        """The logits with the query axis second to last and the key axis last: (..., Tq, Tk)."""
-        assert self.logits is not None
-        logits = self.logits.movedim(self.dim, -1)
+    def rows(self, logits: Tensor | None = None) -> Tensor:
+        """The logits (or others of their shape) with queries second to last and keys last: (..., Tq, Tk)."""
+        logits = self.logits if logits is None else logits
+        assert logits is not None
+        logits = logits.movedim(self.dim, -1)
         rows = self.queries().shape[-2]
         if logits.ndim > 2 and logits.shape[-2] != rows:
             axis = next((a for a in range(logits.ndim - 2, -1, -1) if logits.shape[a] == rows), None)
@@ -126,6 +128,7 @@ class _Product:
     a: Tensor
     b: Tensor
     factor: float
+    shape: torch.Size
 
 
 @dataclass
@@ -133,7 +136,8 @@ class _Info:
     """What is known of one tensor's descent."""
 
     weight: bool = False
-    product: _Product | None = None
+    products: tuple[_Product, ...] = ()  # in running order; relative positions bring products of their own
+    unshifted: Tensor | None = None  # the logits before a row's own maximum was taken off
     probs: object | None = None
     factor: float | None = None
     biases: tuple[Bias, ...] = ()  # what was added to a product
@@ -170,6 +174,22 @@ _VIEWS = {
 # operation -> positions of the two factors
 _PRODUCTS = {aten.bmm: (0, 1), aten.mm: (0, 1), aten.baddbmm: (1, 2), aten.addmm: (1, 2)}
 _ADDS = {aten.add, aten.add_}
+_FILLS = {aten.masked_fill, aten.masked_fill_}
+# no logits pass through these on their way to the softmax: what comes out is a new activation
+_FRESH = {
+    getattr(aten, name)
+    for name in [
+        "native_layer_norm",
+        "native_group_norm",
+        "native_batch_norm",
+        "cudnn_batch_norm",
+        "_native_batch_norm_legit",
+        "_native_batch_norm_legit_no_training",
+        "_batch_norm_with_update",
+        "_fused_rms_norm",
+    ]
+    if hasattr(aten, name)
+}
 _SOFTMAX = {getattr(aten, name) for name in ("_softmax", "_safe_softmax", "softmax") if hasattr(aten, name)}
 
 
@@ -200,6 +220,28 @@ def _is_composite(func: Any, args: Any) -> bool:
         return False
     # a kernel of the device's own would be passed over, and the outputs might differ in the last bit
     return not has_kernel(func.name(), first.device.type.upper())
+
+
+@contextlib.contextmanager
+def _flex_attention_let_through(on_call: Callable[[], None]) -> Iterator[None]:
+    """`flex_attention` compiles itself, which PyTorch refuses under any dispatch mode: take ours off for its calls."""
+    flex = sys.modules.get("torch.nn.attention.flex_attention")
+    original = getattr(flex, "setup_compilation_env", None)
+    if original is None:
+        yield
+        return
+
+    @contextlib.contextmanager
+    def without_modes() -> Iterator[Any]:
+        on_call()
+        with _disable_current_modes(), original() as backend:
+            yield backend
+
+    flex.setup_compilation_env = without_modes  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        flex.setup_compilation_env = original  # type: ignore[union-attr]
 
 
 def _argument(args: Any, kwargs: Any, place: int | str, default: Any) -> Any:
@@ -236,6 +278,16 @@ class CoreCapture(TorchDispatchMode):
         self._infos: dict[int, tuple[weakref.ref[Tensor], _Info]] = {}
         self._count = 0
         self.paused = False
+
+    def __enter__(self) -> CoreCapture:
+        super().__enter__()
+        self._aside = contextlib.ExitStack()
+        self._aside.enter_context(_flex_attention_let_through(lambda: self._on_unseen("flex_attention")))
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._aside.close()
+        super().__exit__(*exc)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -281,6 +333,8 @@ class CoreCapture(TorchDispatchMode):
             self._softmax(args[0], args[1], out)
         elif op is aten._native_multi_head_attention or op is aten._transformer_encoder_layer_fwd:
             self._fast_path(op, args)
+        elif op in _FRESH:
+            return
         elif self._opaque(func):
             self._on_unseen(str(getattr(func, "_name", func)))
         else:
@@ -323,12 +377,13 @@ class CoreCapture(TorchDispatchMode):
         if not weight_a and not weight_b:
             self._count += 1
             factor = (info_a.factor if info_a else None) if (info_b and info_b.factor) else None
-            self._tag(out, _Info(product=_Product(self._count, a, b, factor or 1.0), biases=biases))
+            product = _Product(self._count, a, b, factor or 1.0, out.shape)
+            self._tag(out, _Info(products=(product,), biases=biases))
         elif out.numel() == (b if weight_a else a).numel():
             # a weight that mixes heads (talking heads) leaves logits logits
             other = info_b if weight_a else info_a
-            if other is not None and other.product is not None:
-                self._tag(out, _Info(product=other.product, biases=other.biases))
+            if other is not None and other.products:
+                self._tag(out, _Info(products=other.products, biases=other.biases))
 
     def _softmax(self, x: Tensor, dim: int, out: Tensor) -> None:
         if x.is_nested:
@@ -336,9 +391,11 @@ class CoreCapture(TorchDispatchMode):
                 self._on_unseen("attention over nested tensors")
             return
         info = self._info(x)
-        if info is None or info.product is None:
+        if info is None or not info.products:
             return
-        product = info.product
+        if info.unshifted is not None:
+            x = info.unshifted
+        product = min(info.products, key=lambda p: (_misfit(p, x, dim), p.order))
         core = Core(product.a, product.b, logits=x, dim=dim, factor=product.factor, biases=info.biases)
         token = self._on_core(core)
         self._tag(out, _Info(probs=token if token is not None else True))
@@ -354,18 +411,21 @@ class CoreCapture(TorchDispatchMode):
             elif func is aten.mul.Scalar:
                 self._tag(out, _Info(factor=float(args[1])))
             return
-        products = [info.product for info in known if info.product is not None]
+        products = {p.order: p for info in known for p in info.products}
         biases = next((info.biases for info in known if info.biases), ())
         if products and op in _ADDS:
             biases += self._added(args, out.shape)
+        elif products and op in _FILLS and isinstance(args[2], (int, float)) and -1e30 < args[2] < 0:
+            biases += (Bias(args[1] * float(args[2]), out.shape),)
         info = _Info(
             biases=biases,
             weight=is_view and known[0].weight,
-            product=min(products, key=lambda p: p.order) if products else None,
+            products=tuple(products[order] for order in sorted(products)),
+            unshifted=first if products and op is aten.sub and len(known) == 2 and _is_per_row(args[1]) else None,
             probs=next((info.probs for info in known if info.probs is not None), None),
             factor=known[0].factor if is_view else float(args[1]) if func is aten.mul.Scalar else None,
         )
-        if info.weight or info.product or info.probs or info.factor:
+        if info.weight or info.products or info.probs or info.factor:
             self._tag_all(out, info)
             if out is first and out._base is not None:  # written in place through a view
                 self._tag(out._base, info)
@@ -373,8 +433,13 @@ class CoreCapture(TorchDispatchMode):
     def _added(self, args: Any, shape: torch.Size) -> tuple[Bias, ...]:
         """Of the two terms of a sum, those that do not descend from a product."""
         infos = ((tensor, self._info(tensor)) for tensor in _tensors(args[:2]))
-        strangers = (t for t, info in infos if info is None or info.product is None)
+        strangers = (t for t, info in infos if info is None or not info.products)
         return tuple(Bias(t, shape) for t in strangers if t.is_floating_point())
+
+    def descends(self, tensor: Any) -> bool:
+        """Whether a tensor holds logits: it descends from a product, and no softmax came between."""
+        info = self._info(tensor) if isinstance(tensor, Tensor) else None
+        return info is not None and bool(info.products) and info.probs is None
 
     # -- the table ----------------------------------------------------------------------------------------
 
@@ -396,6 +461,18 @@ class CoreCapture(TorchDispatchMode):
     def _tag_all(self, out: Any, info: _Info) -> None:
         for tensor in _tensors(out if isinstance(out, (tuple, list)) else (out,)):
             self._tag(tensor, info)
+
+
+def _misfit(product: _Product, logits: Tensor, dim: int) -> int:
+    """How unlike the logits a product is: 0 where it has their rows and keys, 1 where only as many numbers."""
+    if product.shape.numel() != logits.numel():
+        return 2
+    rows_and_keys = {logits.movedim(dim, -1).shape[-2], logits.shape[dim]}
+    return 0 if {*product.shape[-2:]} == rows_and_keys else 1
+
+
+def _is_per_row(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and tensor.ndim > 1 and tensor.shape[-1] == 1
 
 
 def _tensors(values: Any) -> list[Tensor]:

@@ -155,12 +155,13 @@ def stream(source: Source, padded: Tensor | None) -> tuple[RowSums, Tensor]:
     """
     batch, heads, rows, k_len = source.shape
     device = source.mask.plan.device
-    sums = torch.zeros(len(RowSums._fields), batch, heads, rows, device=device)
+    sums = torch.zeros(len(RowSums._fields), batch, heads, rows, dtype=torch.float32, device=device)
     sums[0] = source.mask.counts(k_len)
-    mass = torch.zeros(batch, heads, k_len, device=device)
+    mass = torch.zeros(batch, heads, k_len, dtype=torch.float32, device=device)
     live = None if padded is None else padded.logical_not().expand(batch, heads, rows)
     budget = CPU_BLOCK if device.type == "cpu" else GPU_BLOCK
-    s_buffer, e_buffer = torch.empty(2, largest_block(source, budget), device=device).unbind()
+    # the dtype is spelled out: Lightning's bf16-true makes another one the default during a forward pass
+    s_buffer, e_buffer = torch.empty(2, largest_block(source, budget), dtype=torch.float32, device=device).unbind()
     for block in blocks(source, budget):
         out = RowSums(*sums[:, block.b, block.h, block.r].unbind())
         used, shape = out.seen.numel() * block.width, (*out.seen.shape, block.width)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from qkwatch.capture import Core
@@ -13,22 +14,26 @@ from qkwatch.stats import Packed, logit_stats, qk_stats, row_budget, with_bias
 
 Rows = int | str  # "all", "auto" or a number of query rows
 
+HIDING = -9999.0  # a bias that is meant to hide, though not below half of the dtype's minimum
 _CHEAP = 2**28  # multiply-adds of Q K^T that rows="auto" never minds
 
 
 def measure(core: Core, layout: HeadLayout, rows: Rows, self_attention: bool) -> Packed:
     """The per-head statistics of one core, still on its device (H, C)."""
-    packed = _measure(core, layout, rows, self_attention)
     bias = core.bias
-    if bias is None or not bias.is_floating_point() or bias.numel() < 2:
+    bias = None if bias is None or not bias.is_floating_point() or bias.numel() < 2 else bias.detach()
+    packed = _measure(core, layout, rows, self_attention, bias)
+    if bias is None:
         return packed
     shape = (core.q if core.logits is None else core.logits).shape
     if layout == HeadLayout(layout.heads, "axis", -3) and len(shape) == 4 and bias.ndim <= 4:
-        return with_bias(packed, bias.detach()[(None,) * (4 - bias.ndim)])
-    return with_bias(packed, bias.detach().reshape(1, 1, 1, -1))  # not told apart by head
+        full = bias[(None,) * (4 - bias.ndim)]
+        if full.shape[1] in (1, layout.heads):
+            return with_bias(packed, full)
+    return with_bias(packed, bias.reshape(1, 1, 1, -1))  # not told apart by head
 
 
-def _measure(core: Core, layout: HeadLayout, rows: Rows, self_attention: bool) -> Packed:
+def _measure(core: Core, layout: HeadLayout, rows: Rows, self_attention: bool, bias: Tensor | None) -> Packed:
     q, k = core.queries().detach(), core.keys().detach()
     if core.fused:
         q4 = layout.split(q)
@@ -44,7 +49,7 @@ def _measure(core: Core, layout: HeadLayout, rows: Rows, self_attention: bool) -
             rows=budget,
             self_attention=self_attention,
         )
-    logits = core.rows().detach()
+    logits = core.rows(_without_hidden(core.logits, bias)).detach()
     lead = logits.shape[:-2]
     if q.shape[:-2].numel() == lead.numel() and layout.kind == "axis":
         q, k = (t.reshape(*lead, *t.shape[-2:]) for t in (q, k))
@@ -57,7 +62,26 @@ def _measure(core: Core, layout: HeadLayout, rows: Rows, self_attention: bool) -
 
 
 def measure_at(site: Site, core: Core, rows: Rows) -> Packed:
-    return measure(core, site.layout, rows, site.self_attention)
+    """The statistics of one of a site's cores, always for the site's number of heads."""
+    layout, shape = site.layout, (core.q if core.logits is None else core.rows()).shape
+    if layout.kind == "axis" and (len(shape) < -layout.axis or shape[layout.axis] != layout.heads):
+        # one of several cores of the site, laid out unlike the one that was looked at
+        axes = [axis for axis in range(-len(shape), -2) if shape[axis] == layout.heads]
+        layout = HeadLayout(layout.heads, "axis", axes[0]) if axes else HeadLayout(1, "single")
+    packed = measure(core, layout, rows, site.self_attention)
+    if len(packed.values) == site.layout.heads:
+        return packed
+    return Packed(packed.values[:1].expand(site.layout.heads, -1), packed.exact)  # not told apart by head
+
+
+def _without_hidden(logits: Tensor | None, bias: Tensor | None) -> Tensor | None:
+    """The logits with -inf where a bias at or below -10000, the old half-precision mask, hides a key."""
+    if logits is None or bias is None:
+        return logits
+    try:
+        return torch.where(bias <= HIDING, -torch.inf, logits.detach())
+    except RuntimeError:  # of another layout than the logits
+        return logits
 
 
 def _key_heads(q: Tensor, k: Tensor, layout: HeadLayout) -> int:

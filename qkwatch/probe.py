@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +58,8 @@ def _reusable(value: Any) -> Any:
         return value.clone() if value.is_inference() else value
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device, nn.Module)):
         return value
+    if isinstance(value, MutableMapping):
+        return copy.copy(value)  # shared between layers: filled by one, read by the next
     if hasattr(value, "update") or "cache" in type(value).__name__.lower():
         return None
     try:
@@ -127,7 +129,7 @@ def replay(
     capture = CoreCapture(on_core or cores.append, on_fault=faults.append)
     handles = []
     if cut:
-        cutter, inner = _cutter(leaves), [m for m in module.modules() if _parametrised(m, module)]
+        cutter, inner = _cutter(leaves, capture), [m for m in module.modules() if _parametrised(m, module)]
         handles = [m.register_forward_hook(cutter, with_kwargs=True) for m in inner]
     for target, change in (edit or {}).items():
         handles.append(target.register_forward_hook(lambda m, a, out, change=change: change(out)))
@@ -147,8 +149,10 @@ def _parametrised(module: nn.Module, root: nn.Module) -> bool:
     return module is not root and next(module.parameters(), None) is not None
 
 
-def _cutter(leaves: list[Leaf]) -> Callable[..., Any]:
+def _cutter(leaves: list[Leaf], capture: CoreCapture) -> Callable[..., Any]:
     def cut(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        if any(capture.descends(value) for value in args):
+            return output  # logits pass through it: what it does to them must stay in the graph
         alone = isinstance(output, Tensor)
 
         def one(value: Any) -> Any:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+T = TypeVar("T")
 
 
 class Broken(RuntimeError):
@@ -48,6 +50,10 @@ class Ranks:
             return torch.stack(parts)
 
         return cls(size, rank, gather_objects, gather, broadcast)
+
+    def first(self, value: T | None) -> T | None:
+        """The first rank's value that is not None, on every rank."""
+        return next((v for v in self.gather_objects(value) if v is not None), None)
 
     def agree(self, fault: BaseException | None) -> None:
         """Raise on every rank if there is a fault on one: its own there, `Broken` elsewhere."""

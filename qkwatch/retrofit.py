@@ -78,7 +78,8 @@ def retrofit_(
 
     Each site is run again on the inputs that found it: the norms must make ||q|| and ||k|| what the variant
     promises where the softmax is, whatever the projections do (their outputs x 1000). A site for which that
-    does not hold is left exactly as it was, and `RetrofitReport.refused` says why.
+    does not hold is left exactly as it was, and `RetrofitReport.refused` says why. Adapters (LoRA) belong on the
+    model before the patch: what one adds to a projection that is patched already comes behind the norm, unbounded.
 
     Args:
         model: the model that holds the sites.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qkwatch.capture import Core, CoreCapture, aten
+from qkwatch.errors import QKWatchError
 from qkwatch.layout import HeadLayout, default_layout
 from qkwatch.measure import Rows, measure, measure_at
 from qkwatch.modules import ModuleStack, named_modules, unwrap
@@ -107,7 +109,10 @@ class Scout:
             layout = HeadLayout(shape[:-2].numel(), "minor")
         if isinstance(owner := _owner(chain), nn.MultiheadAttention):
             layout = HeadLayout(owner.num_heads, "minor")
-        packed = measure(core, layout, self._rows, self_attention=True)
+        try:
+            packed: Packed | None = measure(core, layout, self._rows, self_attention=True)
+        except (RuntimeError, QKWatchError):
+            packed = None  # this layout does not fit; it is measured again once the right one is known
         sighting = _Sighting(chain, core.queries().shape[-1], layout, packed, core.fused, call)
         self._sightings.append(sighting)
         self._wanted |= {id(m) for m in chain}
@@ -229,12 +234,14 @@ class Scout:
     def _packs_of(self, site: Site, group: list[_Sighting]) -> list[Packed | None]:
         """The figures of the forward just seen; taken anew where they rest on an assumption that proved wrong."""
         packs = [_put_together(s, site.layout) for s in group]
-        if (None in packs or not site.self_attention) and site.call is not None:
+        odd = any(pack is None or len(pack.values) != site.layout.heads for pack in packs)
+        if (odd or not site.self_attention) and site.call is not None:
             again: list[Packed | None] = []
-            replay(site.module, site.call, on_core=lambda core: again.append(measure_at(site, core, self._rows)))
+            with contextlib.suppress(Exception):  # a forward that cannot be run again is told of by its refusal
+                replay(site.module, site.call, on_core=lambda core: again.append(measure_at(site, core, self._rows)))
             if len(again) == len(packs):
                 return again
-        return packs
+        return [pack if pack is not None and len(pack.values) == site.layout.heads else None for pack in packs]
 
 
 def _put_together(sighting: _Sighting, layout: HeadLayout) -> Packed | None:

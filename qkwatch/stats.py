@@ -259,7 +259,7 @@ def _check_shapes(q: Tensor, k: Tensor, mask: Tensor | None) -> None:
 def _measure(source: Source, q: Tensor | None, k: Tensor | None, self_attention: bool) -> Packed:
     batch, heads, rows, k_len = source.shape
     plan = source.mask.plan
-    zero = torch.zeros(heads, device=plan.device)
+    zero = torch.zeros(heads, dtype=torch.float32, device=plan.device)
     figures = dict.fromkeys(COLUMNS, zero)
     figures |= dict.fromkeys(MAXIMA, zero - torch.inf) | {"sampled": zero + (not plan.exact)}
     if batch * heads * rows * k_len:

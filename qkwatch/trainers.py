@@ -16,11 +16,11 @@ from qkwatch.stats import Reading
 _REFUSALS = {
     "DeepSpeedStrategy": "DeepSpeed has flattened the parameters",
     "FSDPStrategy": "FSDP has flattened the parameters",
-    "ModelParallelStrategy": "the model is sharded (FSDP2 or tensor parallel), and its optimizer state goes by shards",
+    "ModelParallelStrategy": "the model is sharded, and a parameter that is not would drift apart between ranks",
 }
 _REMEDY = (
-    "patch before it is wrapped: save a checkpoint, in configure_model (or before the Trainer sees the model) build "
-    "it, load the weights and call qkwatch.retrofit_(model, plan=...) or qkwatch.restore_, then shard and go on"
+    "patch first, then shard: with a plan made on the unsharded model (qkwatch.retrofit_(...).plan), call "
+    "qkwatch.retrofit_(model, plan=plan) in configure_model before the model is wrapped"
 )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from qkwatch.capture import Core
-from qkwatch.measure import measure_at
+from qkwatch.measure import HIDING, measure_at
 from qkwatch.norms import HeadNorm, QKNorm, calibrated_gains
 from qkwatch.plan import SitePlan
 from qkwatch.probe import Call, Refusal, replay
@@ -37,7 +37,7 @@ class _Run:
     output: Tensor
     q: list[Tensor]  # norms per core call, (B, H, T)
     k: list[Tensor]
-    samples: list[tuple[Tensor, Tensor]]  # q k^T and the logits of a few rows, flattened alike
+    samples: list[tuple[Tensor, Tensor]]  # q k^T and the logits of a few rows, (rows, keys)
     scale: float | None  # of fused cores
     reading: Reading | None
 
@@ -181,9 +181,12 @@ def _sample(core: Core, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     length = queries.shape[-2]
     index = torch.linspace(0, length - 1, min(_SAMPLE, length), device=queries.device).long()
     product = queries[..., index, :].float() @ keys.float().transpose(-1, -2)
+    extra = rows.shape[-1] - product.shape[-1]
+    if 0 < extra <= rows.shape[-1] // 2 + 1:
+        rows = rows[..., : product.shape[-1]]  # learned sinks follow the keys
     if rows.shape[-2] != length or rows.numel() != product.numel() // len(index) * length:
         raise Refusal("its logits are not laid out as the product of its queries and keys")
-    return product.flatten(), rows[..., index, :].float().flatten()
+    return product.flatten(0, -2), rows[..., index, :].float().flatten(0, -2)
 
 
 # -- checks -------------------------------------------------------------------------------------------------
@@ -218,20 +221,27 @@ def _logit_scale(site: Site, norm: QKNorm) -> float:
         second = _run(site, site.call)
     finally:
         norm.q.factor = 1.0
-    products = torch.cat([b[0] - a[0] for a, b in zip(first.samples, second.samples, strict=True)])
-    logits = torch.cat([b[1] - a[1] for a, b in zip(first.samples, second.samples, strict=True)])
-    seen = torch.isfinite(logits) & torch.isfinite(products)
-    products, logits = products[seen], logits[seen]
-    # masked entries do not move; large negative masks swallow what moves
-    moved = logits != 0
-    products, logits = products[moved], logits[moved]
-    if not len(products):
+    pairs = zip(first.samples, second.samples, strict=True)
+    differences = [_centred(b[0] - a[0], b[1] - a[1], a[1]) for a, b in pairs]
+    products, logits = (torch.cat([pair[i] for pair in differences]) for i in (0, 1))
+    if not len(products) or not bool(products.any()) or not bool(logits.any()):
         raise Refusal("its logits do not follow its queries")
     scale = float((products * logits).sum() / products.square().sum())
     error = float((logits - scale * products).norm() / logits.norm())
     if error > 0.05 or scale == 0:
         raise Refusal(f"its logits are not a multiple of q k^T (off by {error:.0%})")
     return scale
+
+
+def _centred(products: Tensor, logits: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+    """The visible entries of both, each less its row's mean: a softmax does not mind what a whole row has in common."""
+    seen = torch.isfinite(logits) & torch.isfinite(products) & (before > HIDING)
+    count = seen.sum(-1, keepdim=True).clamp_min(1)
+    both = []
+    for x in (products, logits):
+        x = torch.where(seen, x, 0.0)
+        both.append((x - x.sum(-1, keepdim=True) / count)[seen])
+    return both[0], both[1]
 
 
 def _check_bound(norm: QKNorm, grown: _Run, ratios: tuple[float, float]) -> None:

@@ -266,9 +266,7 @@ def _hf_families(impl: str) -> dict[str, Family]:
         ),
         "swin": Family(
             lambda: hf("SwinModel", "SwinConfig", impl, **SWIN),
-            _repeat(
-                "encoder.layers.0.blocks.{}.attention", 2, 2, 2, 8, ("q_proj", heads(2)), ("k_proj", heads(2))
-            ),
+            _repeat("encoder.layers.0.blocks.{}.attention", 2, 2, 2, 8, ("q_proj", heads(2)), ("k_proj", heads(2))),
             args=_image(32),
         ),
     }

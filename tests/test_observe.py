@@ -335,7 +335,7 @@ def test_an_exception_leaves_nothing(when):
     model, x = Fails(), torch.randn(2, 5, 32)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(KeyError, match="own error"), qkwatch.watch(model) as watcher:
+        with pytest.raises(KeyError, match="own error"), qkwatch.watch(model) as watcher:  # noqa: PT012
             if when != "first":
                 model(x)
             model.fail = when != "outside"
@@ -465,7 +465,11 @@ def test_a_mode_entered_inside_the_block_is_not_disturbed():
 def test_fewer_rows_are_said_to_be_a_sample():
     attn = TinyAttention(32, 4, True)
     x = torch.randn(1, 64, 32)
-    with qkwatch.watch(attn) as all_rows, qkwatch.watch(attn, rows=8) as sampled, qkwatch.watch(attn, rows="auto") as auto:
+    with (
+        qkwatch.watch(attn) as all_rows,
+        qkwatch.watch(attn, rows=8) as sampled,
+        qkwatch.watch(attn, rows="auto") as auto,
+    ):
         attn(x)
     assert [w.readings[0].exact for w in (all_rows, sampled, auto)] == [True, False, True]
     assert sampled.readings[0].rows == 8

@@ -135,9 +135,36 @@ def test_exports(name):
     if name == "gpt2-sdpa":
         kwargs = {"use_cache": False}
     program = torch.export.export(model, args, kwargs)
-    torch.testing.assert_close(output(program.module(), args, kwargs), output(model, args, kwargs), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        output(program.module(), args, kwargs), output(model, args, kwargs), rtol=1e-5, atol=1e-5
+    )
     gains = [key for key in program.state_dict if key.endswith("qk_norm.q.gain")]
     assert len(gains) == len([k for k in model.state_dict() if k.endswith("qk_norm.q.gain")])
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")
+def test_wrapped_blocks():
+    """Blocks that are compiled or checkpointed one by one, as large trainings do."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    torch._dynamo.reset()
+    model, ids = TinyGPT(True).eval(), token_ids()
+    reference = copy.deepcopy(model)
+    model.h[0].attn = checkpoint_wrapper(model.h[0].attn)
+    model.h[1] = torch.compile(model.h[1], backend="eager")
+    plain = output(model, (ids,), {})
+    report = qkwatch.retrofit_(model, qkwatch.find_sites(model, ids), variant="qwen3")
+    assert report.applied == ["h.0.attn", "h.1.attn"]
+    qkwatch.retrofit_(reference, plan=report.plan)  # the plan knows no wrappers
+    torch.testing.assert_close(output(model, (ids,), {}), output(reference, (ids,), {}), rtol=1e-5, atol=1e-5)
+    model(ids).square().mean().backward()
+    assert all(p.grad is not None for key, p in model.named_parameters() if "qk_norm" in key)
+    saved = model.state_dict()
+    assert any("_orig_mod" in key for key in saved)
+    twin = TinyGPT(True)
+    assert qkwatch.restore_(twin, saved) == report.applied
+    assert qkwatch.undo_(model) == report.applied
+    torch.testing.assert_close(output(model, (ids,), {}), plain, rtol=1e-5, atol=1e-5)
 
 
 def test_functional_call_uses_the_parameters_it_is_given():
@@ -297,11 +324,12 @@ def test_print_shows_the_norm():
 
 
 def test_module_walks_see_each_parameter_once():
-    model, args, *_ = patched("gpt2-eager")
+    model, *_ = patched("gpt2-eager")
     names = [key for key, _ in model.named_parameters(remove_duplicate=False)]
     assert len(names) == len(set(names))
     assert [key for key in names if "qk_norm" in key] == [f"transformer.h.{i}.attn.qk_norm.q.gain" for i in range(2)]
     assert sum(p.numel() for p in model.parameters()) == sum(v.numel() for v in dict(model.named_parameters()).values())
+    assert not model.transformer.h[0].attn.qk_norm.q.training  # as the site was
     model.apply(lambda m: None)
     model.zero_grad()
     model.train()

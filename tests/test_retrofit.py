@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from families import FAMILIES, TinyGPT, first_tensor, hf, llama, token_ids, x_transformer
+from families import FAMILIES, TEXT, TinyGPT, first_tensor, hf, llama, token_ids, x_transformer
 from test_sites import assert_no_trace, snapshot
 from torch import Tensor, nn
 
@@ -154,7 +154,7 @@ def test_every_variant_goes_in_and_out(name, variant):
     lengths = readings(model, sites, args, kwargs)
     grow_(model, 1000.0)
     for a, b in zip(lengths, readings(model, sites, args, kwargs), strict=True):
-        if variant != "olmo2" and not PRESETS[variant].norm == "layer":
+        if variant != "olmo2" and PRESETS[variant].norm != "layer":
             torch.testing.assert_close(a.q_rms, b.q_rms, rtol=2e-2, atol=1e-6)
         assert bool((b.max_logit < 1e3).all())
     qkwatch.undo_(model)
@@ -215,9 +215,20 @@ def test_without_calibration_gains_start_as_the_system_starts_them(variant, star
 
 
 @pytest.mark.parametrize("variant", ["l2", "henry", "swinv2"])
-@pytest.mark.parametrize("name", ["llama-sdpa", "t5-eager", "whisper-eager", "mha"])
-def test_gains_in_logit_units_replace_the_true_scale(name, variant):
-    """T5 has no softmax scale, Whisper scales q first: the gain is in logit units all the same."""
+@pytest.mark.parametrize(
+    ("name", "scale"),
+    [
+        ("llama-sdpa", 8**-0.5),  # at the softmax
+        ("bert-eager", 8**-0.5),
+        ("gpt2-eager", 8**-0.5),
+        ("t5-eager", 1.0),  # none at all
+        ("whisper-eager", 1.0),  # on the queries, before the product
+        ("timm-swin", 1.0),
+        ("mha", 1.0),
+    ],
+)
+def test_gains_in_logit_units_replace_the_true_scale(name, scale, variant):
+    """Wherever a model scales, |q| |k| scale at its softmax is the gain, so that the gain is in logit units."""
     model, args, kwargs, _ = patched(name, variant=variant, calibrate=False)
     sites = qkwatch.find_sites(model, *args, **kwargs)
     with torch.no_grad():
@@ -226,8 +237,10 @@ def test_gains_in_logit_units_replace_the_true_scale(name, variant):
             norm.q.gain.copy_(norm.variant.stored(torch.full_like(norm.q.gain, 30.0)))
     for reading in readings(model, sites, args, kwargs):
         bias = 0.0 if reading.bias_max is None else float(reading.bias_max.max())
-        assert 3.0 < float(reading.max_logit.max()) <= 30.0 * 1.0001 + bias
-        assert float((reading.q_rms * reading.k_rms).max()) > 0
+        assert 3.0 < float(reading.max_logit.max()) <= 30.0 * 1.0001 + bias * 1.001
+        head_dim = model.get_submodule(reading.site).qk_norm.q.head_dim
+        size = reading.q_rms * reading.k_rms * head_dim * scale
+        torch.testing.assert_close(size, torch.full_like(size, 30.0), rtol=1e-4, atol=0)
 
 
 def test_a_learned_gain_never_passes_max_gain_and_can_come_back():
@@ -285,8 +298,8 @@ class Half(nn.Module):
 @pytest.mark.parametrize("kind", ["normed", "memory", "shared", "own"])
 def test_refused_sites_are_left_exactly_as_they_were(kind):
     if kind == "normed":
-        model: nn.Module = hf("Qwen3ForCausalLM", "Qwen3Config", vocab_size=100, hidden_size=32, intermediate_size=48,
-                              num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=8)  # fmt: skip
+        options = {**TEXT, "num_hidden_layers": 1, "num_key_value_heads": 2, "head_dim": 8}
+        model: nn.Module = hf("Qwen3ForCausalLM", "Qwen3Config", **options)
         args: tuple = (token_ids(),)
     elif kind == "memory":
         model, args = Half(), (torch.randn(2, 5, 32),)
@@ -311,8 +324,71 @@ def test_refused_sites_are_left_exactly_as_they_were(kind):
     assert all(torch.equal(value, after["state"][key]) for key, value in before["state"].items())
 
 
-@pytest.mark.parametrize("again", [True, False])
-def test_a_patched_model_is_not_patched_twice(again):
+class Between(nn.Module):
+    """Attention that does something to its queries and keys between projection and softmax."""
+
+    def __init__(self, what: str):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(32, 32) for _ in range(3))
+        self.what, self.u = what, nn.Parameter(torch.randn(4, 1, 8))
+        self.mix = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x):
+        q, k, v = (p(x).unflatten(-1, (4, 8)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        t = x.shape[1]
+        q = {
+            "nothing": lambda: q,
+            "rotation": lambda: torch.cat([q[..., 4:], -q[..., :4]], -1),
+            "scale": lambda: q * 3.0,
+            "position bias": lambda: q + self.u,
+            "temperature": lambda: q * torch.arange(1, t + 1)[:, None].log1p(),
+            "mixing": lambda: q @ self.mix,
+            "half": lambda: torch.cat([q[..., :4], self.u[..., :4].expand(len(x), 4, t, 4)], -1),
+            "activation": lambda: q.relu(),
+            "softcap": lambda: q,
+        }[self.what]()
+        logits = q @ k.transpose(-1, -2) * 8**-0.5
+        if self.what == "softcap":
+            logits = 2.0 * (logits / 2.0).tanh()
+        return (logits.softmax(-1) @ v).transpose(1, 2).flatten(-2)
+
+
+@pytest.mark.parametrize(
+    ("what", "fits"),
+    [
+        ("nothing", True),
+        ("rotation", True),
+        ("scale", True),
+        ("position bias", False),
+        ("temperature", False),
+        ("mixing", False),
+        ("half", False),
+        ("activation", False),
+        ("softcap", True),  # it only bounds the logits further
+    ],
+)
+def test_where_a_norm_at_the_projection_would_not_bound_the_logits_there_is_no_patch(what, fits):
+    model, x = Between(what), torch.randn(2, 9, 32)
+    with torch.no_grad():
+        model.q.weight.mul_(5)
+    before, plain = snapshot(model), model(x)
+    sites = qkwatch.find_sites(model, x)
+    report = qkwatch.retrofit_(model, sites)
+    assert bool(report.applied) == fits, report.refused
+    if fits:
+        (reading,) = readings(model, sites, (x,), {})
+        assert bool((reading.max_logit <= model.qk_norm.q.effective_gain() * 1.0001).all())
+    else:
+        (reason,) = report.refused.values()
+        assert any(word in reason for word in ("queries", "logits")), reason
+    qkwatch.undo_(model)
+    after = snapshot(model)
+    for key in ("identity", "classes", "attributes"):
+        assert before[key] == after[key]
+    assert torch.equal(model(x), plain)
+
+
+def test_a_patched_model_is_not_patched_twice():
     model, args, kwargs, _ = patched("gpt2-sdpa")
     sites = qkwatch.find_sites(model, *args, **kwargs)
     expected = output(model, args, kwargs)
@@ -472,7 +548,9 @@ def test_restore(name, how, tmp_path):
     target = fresh
     if how in ("file", "lightning file"):
         source = tmp_path / "weights.ckpt"
-        torch.save(state if how == "file" else {"state_dict": state, "epoch": 3, "pytorch-lightning_version": "2"}, source)
+        torch.save(
+            state if how == "file" else {"state_dict": state, "epoch": 3, "pytorch-lightning_version": "2"}, source
+        )
         source = str(source) if how == "file" else source
     elif how == "lightning":
         source = {"state_dict": state, "global_step": 1}
@@ -563,7 +641,7 @@ def _with_conv() -> nn.Module:
 
 
 def test_a_multihead_plan_for_other_heads_is_refused():
-    model, args, kwargs, report = patched("mha")
+    *_, report = patched("mha")
     with pytest.raises(QKWatchError, match="8 heads of 4, not 4 of 8"):
         qkwatch.retrofit_(nn.MultiheadAttention(32, 8, batch_first=True), plan=report.plan)
 
@@ -635,7 +713,7 @@ def test_no_fast_path_goes_around_the_patch(kind, norm_first, padded):
 
 def test_the_surgery_has_no_leftovers():
     assert retrofit_module.CHILD == "qk_norm"
-    model, args, kwargs, _ = patched("llama-sdpa")
+    model, *_ = patched("llama-sdpa")
     names = [name for name in named_modules(model) if name.endswith("qk_norm")]
     assert len(names) == 2
     qkwatch.undo_(model)
