@@ -1,4 +1,4 @@
-"""The small models and the real data of `study.py`: three builds, text from Python's own source, scikit-learn's digits."""
+"""The small models and the real data of `study.py`: Python's own source as text, scikit-learn's digits."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +71,8 @@ class EncoderGPT(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.positions = nn.Embedding(256, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        layer = dict(dim_feedforward=4 * WIDTH, dropout=0.0, activation="gelu", batch_first=True, norm_first=True)
+        layer: dict[str, Any] = {"dim_feedforward": 4 * WIDTH, "dropout": 0.0, "activation": "gelu"}
+        layer |= {"batch_first": True, "norm_first": True}
         self.layers = nn.ModuleList([nn.TransformerEncoderLayer(WIDTH, HEADS, **layer) for _ in range(LAYERS)])
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256, bias=False)
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(LENGTH), persistent=False)
@@ -89,7 +91,8 @@ class DigitViT(nn.Module):
         super().__init__()
         self.patch, self.cls = nn.Linear(4, WIDTH), nn.Parameter(torch.zeros(1, 1, WIDTH))
         self.positions = nn.Parameter(torch.randn(1, 17, WIDTH) * 0.02)
-        layer = dict(dim_feedforward=4 * WIDTH, dropout=0.0, activation="gelu", batch_first=True, norm_first=True)
+        layer: dict[str, Any] = {"dim_feedforward": 4 * WIDTH, "dropout": 0.0, "activation": "gelu"}
+        layer |= {"batch_first": True, "norm_first": True}
         self.layers = nn.ModuleList([nn.TransformerEncoderLayer(WIDTH, HEADS, **layer) for _ in range(LAYERS)])
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 10)
 
