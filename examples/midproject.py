@@ -108,10 +108,12 @@ def fit(stage: str, folder: Path, resume: str | None, *callbacks: L.Callback) ->
 
 
 def train(folder: Path) -> None:
+    """an ordinary run at a learning rate that is too high"""
     fit("train", folder, None)
 
 
 def patch(folder: Path) -> None:
+    """its checkpoint goes on with QKWatch(retrofit="now")"""
     from qkwatch import QKWatch
 
     watch = QKWatch(retrofit="now", every_n_steps=10, console=False)
@@ -125,6 +127,7 @@ def patch(folder: Path) -> None:
 
 
 def resume(folder: Path) -> None:
+    """the patched checkpoint goes on"""
     from qkwatch import QKWatch
 
     watch = QKWatch(retrofit="now", every_n_steps=10, console=False)  # it sees that the checkpoint is patched
@@ -133,6 +136,7 @@ def resume(folder: Path) -> None:
 
 
 def infer(folder: Path) -> None:
+    """qkwatch.load_from_checkpoint, without a Trainer"""
     import qkwatch
 
     model = qkwatch.load_from_checkpoint(Bytes, folder / "resume.ckpt").eval()
@@ -152,7 +156,7 @@ def largest(readings: list) -> float:  # type: ignore[type-arg]
 def main() -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)  # the model is too small for more
     stages = {"train": train, "patch": patch, "resume": resume, "infer": infer}
     if len(sys.argv) > 1:
         name, folder = sys.argv[1], Path(sys.argv[2] if len(sys.argv) > 2 else "midproject")
@@ -161,7 +165,7 @@ def main() -> None:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder_name:
         for number, (name, stage) in enumerate(stages.items(), 1):
-            print(f"{number}. {name}: {(stage.__doc__ or '').strip()}".rstrip(": "), flush=True)
+            print(f"{number}. {name}: {stage.__doc__}", flush=True)
             subprocess.run([sys.executable, __file__, name, folder_name], check=True)
     print(f"{time.monotonic() - began:.0f} s")
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-
 from zoo import Build, Built, NotBuilt
+
 
 @dataclass(frozen=True)
 class Size:
@@ -72,7 +72,7 @@ _KEEP = ("channels", "mel", "conv_dim", "rope", "num_dim")
 
 
 def _cut_int(name: str, value: int, size: Size) -> int:
-    if any(word in name for word in _KEEP) and "hidden" not in name:
+    if any(word in name for word in _KEEP) and "hidden" not in name and "head_dim" not in name:
         return value
     for words, rule in _RULES:
         if any(word in name for word in words):

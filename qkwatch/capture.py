@@ -18,108 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from qkwatch.core import Bias, Core
 from qkwatch.modules import in_backward
-
-aten = torch.ops.aten
-
-
-@dataclass(frozen=True, eq=False)
-class Bias:
-    """What was added to a product, and the product's shape at that place."""
-
-    tensor: Tensor
-    shape: torch.Size
-
-
-@dataclass(eq=False)
-class Core:
-    """One softmax(QK^T).
-
-    Attributes:
-        q: the queries as they enter: (..., Tq, D) of a fused call, (N, Tq, D) of a product.
-        k: the keys as they enter: (..., Tk, D) or (N, Tk, D); of a product stored as it was multiplied, so read
-            it through `keys`.
-        logits: what enters the softmax, as it stands in memory; None for a fused call.
-        dim: the key axis of ``logits``.
-        mask, is_causal, scale: of a fused call; None, False, 1.0 otherwise.
-        factor: q and k of PyTorch's unfused SDPA already carry this factor each.
-        biases: what was added to the product on its way to the softmax (masks, relative and linear biases).
-    """
-
-    q: Tensor
-    k: Tensor
-    logits: Tensor | None = None
-    dim: int = -1
-    mask: Tensor | None = None
-    is_causal: bool = False
-    scale: float = 1.0
-    factor: float = 1.0
-    biases: tuple[Bias, ...] = ()
-
-    @property
-    def bias(self) -> Tensor | None:
-        """All biases together; broadcasts to the logits where there is one, has their shape where there are more."""
-        if len(self.biases) < 2 or self.logits is None:
-            return self.biases[0].tensor if self.biases else None
-        shape = self.logits.shape
-        whole = [b.tensor.detach().float().expand(b.shape) for b in self.biases if b.shape.numel() == shape.numel()]
-        if not whole:
-            return self.biases[0].tensor
-        # two masks of the dtype's minimum overflow together
-        return sum(b.reshape(shape) for b in whole).clamp_min(torch.finfo(torch.float32).min)  # type: ignore[union-attr]
-
-    @property
-    def fused(self) -> bool:
-        return self.logits is None
-
-    def queries(self) -> Tensor:
-        """(..., Tq, D), in the graph of whoever built it."""
-        if self.logits is None:
-            return self.q
-        q = self.k.transpose(-1, -2) if self._swapped() else self.q
-        heads = self._stacked()
-        if heads == 1:
-            return q
-        # in memory order of the logits: all rows of a head, or all heads of a row, follow one another
-        outer = self.logits.stride(-3) >= self.logits.stride(-2)
-        split = q.unflatten(-2, (heads, -1) if outer else (-1, heads))
-        return (split if outer else split.transpose(-3, -2)).flatten(0, -3)
-
-    def keys(self) -> Tensor:
-        """(..., Tk, D), in the graph of whoever built it."""
-        if self.logits is None:
-            return self.k
-        k, heads = self.q if self._swapped() else self.k.transpose(-1, -2), self._stacked()
-        return k if heads == 1 else k.unsqueeze(-3).expand(*k.shape[:-2], heads, *k.shape[-2:]).flatten(0, -3)
-
-    def rows(self, logits: Tensor | None = None) -> Tensor:
-        """The logits (or others of their shape) with queries second to last and keys last: (..., Tq, Tk)."""
-        logits = self.logits if logits is None else logits
-        assert logits is not None
-        logits = logits.movedim(self.dim, -1)
-        rows = self.queries().shape[-2]
-        if logits.ndim > 2 and logits.shape[-2] != rows:
-            axis = next((a for a in range(logits.ndim - 2, -1, -1) if logits.shape[a] == rows), None)
-            if axis is not None:
-                logits = logits.movedim(axis, -2)
-        return logits
-
-    def _stacked(self) -> int:
-        """How many query heads a product with one shared key head multiplied as rows of one matrix."""
-        assert self.logits is not None
-        shape, rows = self.logits.shape, self.q.shape[-2]
-        if len(shape) < 4 or self.dim % len(shape) != len(shape) - 1 or rows in shape[:-1]:
-            return 1
-        total = self.q.shape[:-1].numel()
-        return rows // shape[-2] if rows == shape[-3] * shape[-2] and total == shape[:-1].numel() else 1
-
-    def _swapped(self) -> bool:
-        """Whether the product was K Q^T: the softmax then runs over the product's first axis."""
-        assert self.logits is not None
-        shape, dim = self.logits.shape, self.dim % self.logits.ndim
-        if dim == self.logits.ndim - 1:
-            return shape[dim] != self.k.shape[-1] and shape[dim] == self.q.shape[-2]
-        return dim == self.logits.ndim - 2 and shape[dim] == self.q.shape[-2] and shape[-1] == self.k.shape[-1]
+from qkwatch.operations import ADDS, FILLS, FRESH, FUSED, PRODUCTS, SOFTMAX, VIEWS, aten
 
 
 @dataclass
@@ -143,70 +44,6 @@ class _Info:
     biases: tuple[Bias, ...] = ()  # what was added to a product
 
 
-_VIEWS = {
-    getattr(aten, name)
-    for name in [
-        "t",
-        "transpose",
-        "permute",
-        "view",
-        "_unsafe_view",
-        "reshape",
-        "expand",
-        "slice",
-        "select",
-        "narrow",
-        "squeeze",
-        "unsqueeze",
-        "detach",
-        "alias",
-        "_to_copy",
-        "clone",
-        "contiguous",
-        "unbind",
-        "split",
-        "split_with_sizes",
-        "chunk",
-        "as_strided",
-    ]
-    if hasattr(aten, name)
-}
-# operation -> positions of the two factors
-_PRODUCTS = {aten.bmm: (0, 1), aten.mm: (0, 1), aten.baddbmm: (1, 2), aten.addmm: (1, 2)}
-_ADDS = {aten.add, aten.add_}
-_FILLS = {aten.masked_fill, aten.masked_fill_}
-# no logits pass through these on their way to the softmax: what comes out is a new activation
-_FRESH = {
-    getattr(aten, name)
-    for name in [
-        "native_layer_norm",
-        "native_group_norm",
-        "native_batch_norm",
-        "cudnn_batch_norm",
-        "_native_batch_norm_legit",
-        "_native_batch_norm_legit_no_training",
-        "_batch_norm_with_update",
-        "_fused_rms_norm",
-    ]
-    if hasattr(aten, name)
-}
-_SOFTMAX = {getattr(aten, name) for name in ("_softmax", "_safe_softmax", "softmax") if hasattr(aten, name)}
-
-
-def _fused_ops() -> dict[Any, tuple[int | str, int | str]]:
-    """Fused operation -> where its mask and its is_causal flag are."""
-    places: dict[str, tuple[int | str, int | str]] = {
-        "_scaled_dot_product_flash_attention_for_cpu": ("attn_mask", 4),
-        "_scaled_dot_product_flash_attention": ("attn_mask", 4),
-        "_scaled_dot_product_efficient_attention": (3, 6),
-        "_scaled_dot_product_cudnn_attention": (3, 6),
-        "_scaled_dot_product_fused_attention_overrideable": (3, 5),
-        "_scaled_dot_product_attention_math_for_mps": (3, 5),
-    }
-    return {getattr(aten, name): place for name, place in places.items() if hasattr(aten, name)}
-
-
-_FUSED = _fused_ops()
 _ALONE: list[CoreCapture] = []
 
 
@@ -272,7 +109,7 @@ class CoreCapture(TorchDispatchMode):
         on_fault: Callable[[Exception], None],
         fast_path: Callable[[Any, tuple[Any, ...]], None] = lambda op, args: None,
     ):
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._on_core, self._on_confirm, self._on_unseen = on_core, on_confirm, on_unseen
         self._on_fault, self._fast_path = on_fault, fast_path
         self._infos: dict[int, tuple[weakref.ref[Tensor], _Info]] = {}
@@ -280,14 +117,14 @@ class CoreCapture(TorchDispatchMode):
         self.paused = False
 
     def __enter__(self) -> CoreCapture:
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         self._aside = contextlib.ExitStack()
         self._aside.enter_context(_flex_attention_let_through(lambda: self._on_unseen("flex_attention")))
         return self
 
     def __exit__(self, *exc: Any) -> None:
         self._aside.close()
-        super().__exit__(*exc)
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -323,17 +160,17 @@ class CoreCapture(TorchDispatchMode):
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         op = getattr(func, "overloadpacket", func)
-        if op in _FUSED:
+        if op in FUSED:
             self._fused(op, args, kwargs)
-        elif op in _PRODUCTS:
-            first, second = _PRODUCTS[op]
+        elif op in PRODUCTS:
+            first, second = PRODUCTS[op]
             added = op is aten.baddbmm and args[0].numel() > 1 and kwargs.get("beta", 1) != 0
             self._product(args[first], args[second], out, (Bias(args[0], out.shape),) if added else ())
-        elif op in _SOFTMAX:
+        elif op in SOFTMAX:
             self._softmax(args[0], args[1], out)
         elif op is aten._native_multi_head_attention or op is aten._transformer_encoder_layer_fwd:
             self._fast_path(op, args)
-        elif op in _FRESH:
+        elif op in FRESH:
             return
         elif self._opaque(func):
             self._on_unseen(str(getattr(func, "_name", func)))
@@ -353,7 +190,7 @@ class CoreCapture(TorchDispatchMode):
         if q.is_nested or k.is_nested:
             self._on_unseen("attention over nested tensors")
             return
-        mask_at, causal_at = _FUSED[op]
+        mask_at, causal_at = FUSED[op]
         scale = kwargs.get("scale")
         mask = _argument(args, kwargs, mask_at, None)
         self._on_core(
@@ -404,7 +241,7 @@ class CoreCapture(TorchDispatchMode):
         """Pass on what is known of the inputs to the outputs of any other operation."""
         known = [info for tensor in _tensors(args) if (info := self._info(tensor)) is not None]
         first = args[0] if args and isinstance(args[0], Tensor) else None
-        is_view = op in _VIEWS and first is not None
+        is_view = op in VIEWS and first is not None
         if not known:
             if is_view and isinstance(first, nn.Parameter):
                 self._tag_all(out, _Info(weight=True))
@@ -413,9 +250,9 @@ class CoreCapture(TorchDispatchMode):
             return
         products = {p.order: p for info in known for p in info.products}
         biases = next((info.biases for info in known if info.biases), ())
-        if products and op in _ADDS:
+        if products and op in ADDS:
             biases += self._added(args, out.shape)
-        elif products and op in _FILLS and isinstance(args[2], (int, float)) and -1e30 < args[2] < 0:
+        elif products and op in FILLS and isinstance(args[2], (int, float)) and -1e30 < args[2] < 0:
             biases += (Bias(args[1] * float(args[2]), out.shape),)
         info = _Info(
             biases=biases,
@@ -427,8 +264,8 @@ class CoreCapture(TorchDispatchMode):
         )
         if info.weight or info.products or info.probs or info.factor:
             self._tag_all(out, info)
-            if out is first and out._base is not None:  # written in place through a view
-                self._tag(out._base, info)
+            if first is not None and out is first and first._base is not None:  # written in place through a view
+                self._tag(first._base, info)
 
     def _added(self, args: Any, shape: torch.Size) -> tuple[Bias, ...]:
         """Of the two terms of a sum, those that do not descend from a product."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qkwatch.capture import Core
+from qkwatch.core import Core
 from qkwatch.layout import HeadLayout
 from qkwatch.sites import Site
 from qkwatch.stats import Packed, logit_stats, qk_stats, row_budget, with_bias
@@ -55,10 +55,9 @@ def _measure(core: Core, layout: HeadLayout, rows: Rows, self_attention: bool, b
         q, k = (t.reshape(*lead, *t.shape[-2:]) for t in (q, k))
     logits4 = layout.split(logits)
     fits = q.shape[:-2].numel() == lead.numel() and q.shape[:-2].numel() == k.shape[:-2].numel()
-    q4 = layout.split(q) / core.factor if fits else None
-    k4 = layout.split(k) / core.factor if fits else None
+    lengths = [layout.split(t) / core.factor if fits else None for t in (q, k)]
     budget = _rows(rows, (*logits4.shape[:3], q.shape[-1]), logits4.shape[-1])
-    return logit_stats(logits4, q=q4, k=k4, rows=budget, self_attention=self_attention)
+    return logit_stats(logits4, q=lengths[0], k=lengths[1], rows=budget, self_attention=self_attention)
 
 
 def measure_at(site: Site, core: Core, rows: Rows) -> Packed:

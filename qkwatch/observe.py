@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qkwatch.capture import Core, CoreCapture
+from qkwatch.capture import CoreCapture
+from qkwatch.core import Core
 from qkwatch.measure import Rows, measure_at
 from qkwatch.modules import ModuleStack
 from qkwatch.probe import Call

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from qkwatch.capture import Core, CoreCapture
+from qkwatch.capture import CoreCapture
+from qkwatch.core import Core
 from qkwatch.layout import Channels, HeadLayout
 
 
@@ -46,7 +47,8 @@ class Call:
         def detach(value: Any) -> Any:
             return detached.setdefault(id(value), value.detach()) if isinstance(value, Tensor) else value
 
-        return cls(*tree_map(detach, (args, kwargs)), autocast)
+        kept_args, kept_kwargs = tree_map(detach, (args, kwargs))
+        return cls(kept_args, kept_kwargs, autocast)
 
     def fresh(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The inputs once more; caches, which the call would fill a second time, are left out."""

@@ -16,6 +16,18 @@ class Broken(RuntimeError):
     """The monitor failed on some rank; all ranks learn of it in the same step and stand down together."""
 
 
+def _alone(value: Any) -> list[Any]:
+    return [value]
+
+
+def _first_of_one(values: Tensor) -> Tensor:
+    return values[None]
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
 @dataclass
 class Ranks:
     """The processes of a run; the defaults are those of a run of one.
@@ -30,9 +42,9 @@ class Ranks:
 
     size: int = 1
     rank: int = 0
-    gather_objects: Callable[[Any], list[Any]] = lambda value: [value]
-    gather: Callable[[Tensor], Tensor] = lambda value: value[None]
-    broadcast: Callable[[Any], Any] = lambda value: value
+    gather_objects: Callable[[Any], list[Any]] = _alone
+    gather: Callable[[Tensor], Tensor] = _first_of_one
+    broadcast: Callable[[Any], Any] = _same
 
     @classmethod
     def of_process_group(cls, broadcast: Callable[[Any], Any]) -> Ranks:

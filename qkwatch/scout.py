@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qkwatch.capture import Core, CoreCapture, aten
+from qkwatch.capture import CoreCapture
+from qkwatch.core import Core
 from qkwatch.errors import QKWatchError
 from qkwatch.layout import HeadLayout, default_layout
 from qkwatch.measure import Rows, measure, measure_at
 from qkwatch.modules import ModuleStack, named_modules, unwrap
+from qkwatch.operations import aten
 from qkwatch.probe import Call, Refusal, isolated, replay
 from qkwatch.sites import Site
 from qkwatch.stats import MAXIMA, Packed, merge, reading_from
@@ -30,9 +32,8 @@ def find_sites(model: nn.Module, *inputs: Any, **kwargs: Any) -> list[Site]:
     The model, its buffers and the random state are left as they were. A model without softmax attention gives
     an empty list.
 
-    >>> layer = nn.MultiheadAttention(32, 4, batch_first=True)
-    >>> x = torch.randn(2, 7, 32)
-    >>> [(s.name, s.q_heads, s.head_dim, s.retrofittable) for s in find_sites(nn.ModuleDict({"a": layer})["a"], x, x, x)]
+    >>> layer, x = nn.MultiheadAttention(32, 4, batch_first=True), torch.randn(2, 7, 32)
+    >>> [(site.name, site.q_heads, site.head_dim, site.retrofittable) for site in find_sites(layer, x, x, x)]
     [('', 4, 8, True)]
     """
     scout = Scout(model)

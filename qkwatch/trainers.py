@@ -26,12 +26,16 @@ _REMEDY = (
 
 def callback_bases() -> tuple[type, ...]:
     """The Callback classes of ``lightning`` and ``pytorch_lightning``: two different ones, ours is both."""
+    shared: Any = importlib.import_module("lightning_utilities.core.rank_zero")  # both packages log through it
     bases = []
     for package in ("lightning.pytorch", "pytorch_lightning"):
+        logger = getattr(shared, "log", None)
         try:
             bases.append(importlib.import_module(package).Callback)
         except ImportError:
             continue
+        if logger is not None:
+            shared.log = logger  # the import put its own there: whoever silenced the first would hear of it again
     return tuple(dict.fromkeys(bases)) or (object,)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from qkwatch.capture import Core
+from qkwatch.core import Core
 from qkwatch.measure import HIDING, measure_at
 from qkwatch.norms import HeadNorm, QKNorm, calibrated_gains
 from qkwatch.plan import SitePlan
@@ -173,7 +173,8 @@ def _norms(site: Site, core: Core, tensor: Tensor) -> Tensor:
     if site.layout.kind in ("minor", "major") and core.fused and tensor.shape[:-2] != core.q.shape[:-2]:
         heads = heads * tensor.shape[:-2].numel() // core.q.shape[:-2].numel()
     split = site.layout.split(tensor / core.factor, heads)
-    return torch.linalg.vector_norm(split.float(), dim=-1)
+    lengths: Tensor = torch.linalg.vector_norm(split.float(), dim=-1)
+    return lengths
 
 
 def _sample(core: Core, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -221,19 +222,41 @@ def _logit_scale(site: Site, norm: QKNorm) -> float:
         second = _run(site, site.call)
     finally:
         norm.q.factor = 1.0
-    pairs = zip(first.samples, second.samples, strict=True)
-    differences = [_centred(b[0] - a[0], b[1] - a[1], a[1]) for a, b in pairs]
-    products, logits = (torch.cat([pair[i] for pair in differences]) for i in (0, 1))
-    if not len(products) or not bool(products.any()) or not bool(logits.any()):
+    pairs = list(zip(first.samples, second.samples, strict=True))
+    differences = [(b[0] - a[0], b[1] - a[1], a[1]) for a, b in pairs]
+    scale, error = _slope(differences, _moved)
+    if error > 0.05:
+        scale, error = _slope(differences, _centred)
+    if not math.isfinite(error) or scale == 0:
         raise Refusal("its logits do not follow its queries")
-    scale = float((products * logits).sum() / products.square().sum())
-    error = float((logits - scale * products).norm() / logits.norm())
-    if error > 0.05 or scale == 0:
-        raise Refusal(f"its logits are not a multiple of q k^T (off by {error:.0%})")
+    if error > 0.05:
+        raise Refusal("its logits are not a multiple of q k^T: something besides depends on its queries")
     return scale
 
 
-def _centred(products: Tensor, logits: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+_Pair = tuple[Tensor, Tensor]
+
+
+def _slope(
+    differences: list[tuple[Tensor, Tensor, Tensor]], chosen: Callable[[Tensor, Tensor, Tensor], _Pair]
+) -> tuple[float, float]:
+    """The factor between products and logits over the chosen entries, and the share of the logits it leaves open."""
+    both = [chosen(*difference) for difference in differences]
+    products, logits = (torch.cat([pair[i] for pair in both]) for i in (0, 1))
+    size, length = float(products.square().sum()), float(logits.norm())
+    if size == 0 or length == 0:
+        return 0.0, math.inf
+    scale = float((products * logits).sum()) / size
+    return scale, float((logits - scale * products).norm()) / length
+
+
+def _moved(products: Tensor, logits: Tensor, before: Tensor) -> _Pair:
+    """The entries whose logits moved: masked ones do not, and large negative masks swallow what does."""
+    seen = torch.isfinite(logits) & torch.isfinite(products) & (logits != 0)
+    return products[seen], logits[seen]
+
+
+def _centred(products: Tensor, logits: Tensor, before: Tensor) -> _Pair:
     """The visible entries of both, each less its row's mean: a softmax does not mind what a whole row has in common."""
     seen = torch.isfinite(logits) & torch.isfinite(products) & (before > HIDING)
     count = seen.sum(-1, keepdim=True).clamp_min(1)

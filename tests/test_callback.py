@@ -184,6 +184,16 @@ def test_nothing_is_on_the_model_between_measured_steps() -> None:
         torch.export.export(module.net, (torch.zeros(1, LENGTH, dtype=torch.long),))
 
 
+def test_the_callback_itself_can_be_copied_and_pickled() -> None:
+    """Before a fit (spawned processes) and after one."""
+    callback = watch(retrofit="now")
+    pickle.loads(pickle.dumps(callback))
+    fit(callback)
+    again = pickle.loads(pickle.dumps(callback))
+    assert_same(again.state_dict(), callback.state_dict())
+    copy.deepcopy(callback)
+
+
 @pytest.mark.parametrize("fault", [RuntimeError, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_no_hook_outlives_an_exception(fault: type[BaseException], where: str) -> None:
@@ -625,6 +635,40 @@ def test_a_second_watcher_is_refused() -> None:
 
 
 # -- other ways to run ------------------------------------------------------------------------------------------
+
+
+class TwoNets(Tiny):
+    """Manual optimization: two networks, two optimizers, two backward passes in a step."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.1)
+        self.automatic_optimization = False
+        self.other = copy.deepcopy(self.net)
+
+    def training_step(self, batch: Any, index: int) -> None:
+        for net, optimizer in zip((self.net, self.other), self.optimizers(), strict=True):
+            optimizer.zero_grad()
+            self.manual_backward(loss_of(net, batch[0]))
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in (self.net, self.other)]
+
+
+def test_manual_optimization_of_two_networks() -> None:
+    callback = watch()
+    _, watched = fit(callback, module=TwoNets(), steps=8)
+    _, plain = fit(module=TwoNets(), steps=8)
+    assert_same(weights(watched), weights(plain))
+    both = [*SITES, *(site.replace("net", "other", 1) for site in SITES)]
+    assert [r.site for r in callback.readings] == both
+    assert [step for step, _ in callback.history] == [0, 2]  # batches; each optimizer counts in global_step
+    callback = watch(retrofit="now")
+    run, module = fit(callback, module=TwoNets(), steps=8)
+    assert callback.retrofits[0].report.applied == both
+    for optimizer, net in zip(run.optimizers, (module.net, module.other), strict=True):
+        gains = {id(p) for _, p in qkwatch.retrofit.norm_parameters(net)}
+        assert gains == {id(p) for p in optimizer.param_groups[-1]["params"]}
 
 
 def test_both_names_of_lightning() -> None:
