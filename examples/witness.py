@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from qkwatch.stats import Reading
 
+HIDING = -9999.0  # the mask of old half-precision models
 MIXING = 256  # elements of a weight that may mix heads; larger ones are projections, and what they give is no logit
 
 
@@ -27,13 +28,16 @@ class Seen:
     shape: torch.Size
 
     @classmethod
-    def of(cls, p: Tensor) -> Seen:
+    def of(cls, p: Tensor, visible: Tensor | None = None) -> Seen:
         """From probabilities (..., Tq, Tk); rows that see nothing, and rows of padding, do not count."""
         p, shape = p.detach().double(), p.shape
-        p = p if p.ndim == 4 else p.reshape(-1, 1, *p.shape[-2:])
-        live = p.sum(-1) > 0.5
+        visible = (p > 0) if visible is None else visible.expand(shape)
+        p, visible = (t if t.ndim == 4 else t.reshape(-1, 1, *shape[-2:]) for t in (p, visible))
+        live = visible.any(-1)
+        if shape[-2] == shape[-1]:  # a token that no other one sees is padding
+            live = live & visible.any(-2)
         nats = -(p * p.clamp_min(1e-300).log()).sum(-1)
-        several = live & ((p > 0).sum(-1) >= 2)
+        several = live & (visible.sum(-1) >= 2)
         sharp = (p.amax(-1) > 0.99) & several
         return cls(_mean(nats, live), _mean(sharp.double(), several), shape)
 
@@ -83,8 +87,9 @@ class Witness(TorchDispatchMode):
             if not entries and (mixes_heads or not weights):
                 self._mark(out, None)
         elif name in ("_softmax", "_safe_softmax") and marks and not entries:
-            probabilities = torch.softmax(args[0].detach().double(), args[1]).movedim(args[1], -1)
-            self.found.append(entry := _Entry(Seen.of(probabilities)))
+            logits = args[0].detach().movedim(args[1], -1)
+            visible = logits > max(HIDING, torch.finfo(logits.dtype).min / 2)
+            self.found.append(entry := _Entry(Seen.of(torch.softmax(logits.double(), -1), visible)))
             self._mark(out, entry)
         elif marks and "_norm" not in name and (name != "convolution" or args[1].numel() <= MIXING):
             self._mark(out, entries[0] if entries else None)

@@ -233,7 +233,8 @@ class CoreCapture(TorchDispatchMode):
         if info.unshifted is not None:
             x = info.unshifted
         product = min(info.products, key=lambda p: (_misfit(p, x, dim), p.order))
-        core = Core(product.a, product.b, logits=x, dim=dim, factor=product.factor, biases=info.biases)
+        biases = tuple(bias for bias in info.biases if product.order not in bias.products)
+        core = Core(product.a, product.b, logits=x, dim=dim, factor=product.factor, biases=biases)
         token = self._on_core(core)
         self._tag(out, _Info(probs=token if token is not None else True))
 
@@ -249,7 +250,7 @@ class CoreCapture(TorchDispatchMode):
                 self._tag(out, _Info(factor=float(args[1])))
             return
         products = {p.order: p for info in known for p in info.products}
-        biases = next((info.biases for info in known if info.biases), ())
+        biases = tuple(bias for info in known for bias in info.biases)
         if products and op in ADDS:
             biases += self._added(args, out.shape)
         elif products and op in FILLS and isinstance(args[2], (int, float)) and -1e30 < args[2] < 0:
@@ -268,10 +269,13 @@ class CoreCapture(TorchDispatchMode):
                 self._tag(first._base, info)
 
     def _added(self, args: Any, shape: torch.Size) -> tuple[Bias, ...]:
-        """Of the two terms of a sum, those that do not descend from a product."""
-        infos = ((tensor, self._info(tensor)) for tensor in _tensors(args[:2]))
-        strangers = (t for t, info in infos if info is None or not info.products)
-        return tuple(Bias(t, shape) for t in strangers if t.is_floating_point())
+        """The terms of a sum. Which of them is the product of queries and keys is known at the softmax only."""
+        biases = []
+        for tensor in _tensors(args[:2]):
+            info = self._info(tensor)
+            if tensor.is_floating_point():
+                biases.append(Bias(tensor, shape, frozenset(p.order for p in info.products) if info else frozenset()))
+        return tuple(biases)
 
     def descends(self, tensor: Any) -> bool:
         """Whether a tensor holds logits: it descends from a product, and no softmax came between."""

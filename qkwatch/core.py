@@ -10,10 +10,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Bias:
-    """What was added to a product, and the product's shape at that place."""
+    """What was added to a product, the product's shape at that place, and the products it descends from itself."""
 
     tensor: Tensor
     shape: torch.Size
+    products: frozenset[int] = frozenset()
 
 
 @dataclass(eq=False)

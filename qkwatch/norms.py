@@ -113,6 +113,9 @@ class HeadNorm(nn.Module):
         if x.shape[-2:] != (self.heads, self.head_dim):
             raise QKWatchError(f"expected (..., {self.heads}, {self.head_dim}) head vectors, got {tuple(x.shape)}")
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        if self.ramp is None and self._is_plain_layer_norm(x.dtype):
+            bias = None if self.bias is None else self.bias.to(wide.dtype)
+            return F.layer_norm(wide, wide.shape[-1:], self._multiplier(wide.dtype), bias, self.variant.eps).to(x.dtype)
         unit = self._unit(wide)
         normed = unit.to(x.dtype) if self.variant.cast == "norm_fp32_then_cast" else unit
         multiplier = self._multiplier(None if self.variant.cast == "norm_fp32_then_cast" else wide.dtype)
@@ -124,6 +127,11 @@ class HeadNorm(nn.Module):
             normed = normed + self._spread(self.bias)
         normed = normed.to(x.dtype)
         return normed if self.ramp is None else self._ramped(self.ramp, wide, normed).to(x.dtype)
+
+    def _is_plain_layer_norm(self, dtype: torch.dtype) -> bool:
+        """Whether one fused operation does it all."""
+        late = self.variant.cast != "norm_fp32_then_cast" or dtype in (torch.float32, torch.float64)
+        return late and self.variant.norm == "layer" and self.variant.gain == "per_channel"
 
     def _unit(self, x: Tensor) -> Tensor:
         """The normalised (..., H, D), without gain."""

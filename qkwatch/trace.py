@@ -31,8 +31,13 @@ def find_taps(site: nn.Module, call: Call) -> Taps:
         raise Refusal(f"its forward could not be run again by itself ({type(error).__name__}: {error})") from error
     if not run.cores:
         raise Refusal("run again by itself, it computes no attention")
-    with torch.inference_mode(False), torch.enable_grad():
-        found = [_taps_of(site, core, run.leaves) for core in run.cores[:4]]
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            found = [_taps_of(site, core, run.leaves) for core in run.cores[:4]]
+    except Refusal:
+        raise
+    except Exception as error:
+        raise Refusal(f"autograd could not follow its forward ({type(error).__name__}: {error})") from error
     taps = found[0]
     if any((t.q.module, t.k.module) != (taps.q.module, taps.k.module) for t in found):
         raise Refusal("it computes several attentions from different projections")

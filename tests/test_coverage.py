@@ -10,7 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import checks
-import coverage as study_script  # noqa: E402  (the script, not the package of that name: it comes first on the path)
+import coverage as study_script
 import zoo
 
 NORMED = "normed already"
