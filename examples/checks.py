@@ -8,7 +8,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from witness import Seen, Witness
 
 from qkwatch import Site, find_sites, retrofit_, undo_, watch
+from qkwatch.core import Core
 from qkwatch.measure import measure_at
 from qkwatch.probe import replay
 from qkwatch.scout import Scout
@@ -251,11 +252,19 @@ def _figures(site: Site) -> tuple[Reading, list[Tensor]]:
     handles = [side.register_forward_pre_hook(lambda m, a: inputs.append(a[0].detach())) for side in (norm.q, norm.k)]
     assert site.call is not None
     try:
-        replay(site.module, site.call, on_core=lambda core: packs.append(measure_at(site, core, "all")))
+        replay(site.module, site.call, on_core=lambda core: packs.append(measure_at(site, _keys_only(core), "all")))
     finally:
         for handle in handles:
             handle.remove()
     return reading_from(merge(packs), site.name), inputs
+
+
+def _keys_only(core: Core) -> Core:
+    """Without the logits of learned sinks, which come after those of the keys and are no products."""
+    keys = core.keys().shape[-2]
+    if core.logits is None or core.logits.shape[-1] <= keys or core.dim % core.logits.ndim != core.logits.ndim - 1:
+        return core
+    return replace(core, logits=core.logits[..., :keys])
 
 
 @contextlib.contextmanager

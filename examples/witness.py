@@ -26,6 +26,7 @@ class Seen:
     nats: Tensor
     saturated: Tensor
     shape: torch.Size
+    overall: tuple[Tensor, Tensor]  # both, over all rows alike
 
     @classmethod
     def of(cls, p: Tensor, visible: Tensor | None = None) -> Seen:
@@ -39,15 +40,17 @@ class Seen:
         nats = -(p * p.clamp_min(1e-300).log()).sum(-1)
         several = live & (visible.sum(-1) >= 2)
         sharp = (p.amax(-1) > 0.99) & several
-        return cls(_mean(nats, live), _mean(sharp.double(), several), shape)
+        rows = nats[live].mean(), sharp[several].double().mean()
+        return cls(_mean(nats, live), _mean(sharp.double(), several), shape, rows)
 
     def distance(self, reading: Reading) -> float:
         """Largest difference of a reading's figures, per head where both have the same heads."""
         worst = 0.0
-        for mine, theirs in ((self.nats, reading.entropy_nats), (self.saturated, reading.saturated)):
+        pairs = ((self.nats, reading.entropy_nats), (self.saturated, reading.saturated))
+        for (mine, theirs), overall in zip(pairs, self.overall, strict=True):
             theirs = theirs.double()
             if mine.shape != theirs.shape:
-                mine, theirs = mine.nanmean(), theirs.nanmean()
+                mine, theirs = overall, theirs.nanmean()
             gap = (mine - theirs).abs()
             gap = torch.where(mine.isnan() & theirs.isnan(), 0.0, gap).nan_to_num(torch.inf)
             worst = max(worst, float(gap.max()))

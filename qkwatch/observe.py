@@ -54,11 +54,11 @@ class Observer:
 
     def __enter__(self) -> Observer:
         self._stack.__enter__()
-        self._capture.__enter__()  # type: ignore[no-untyped-call]
+        self._capture.__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._capture.__exit__(*exc)  # type: ignore[no-untyped-call]
+        self._capture.__exit__(*exc)
         self._stack.__exit__(*exc)
 
     def take_over(self, stack: ModuleStack, capture: CoreCapture) -> None:

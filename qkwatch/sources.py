@@ -184,6 +184,8 @@ def is_norm(leaf: Leaf, channels: Channels | None = None) -> bool:
             scaled = leaf.module(grown, *leaf.args[1:], **leaf.kwargs)
     except Exception:
         return False
+    if not isinstance(scaled, Tensor):
+        return False
     original, scaled = leaf.tensor.detach().float(), scaled.detach().float()
     if channels is not None:
         index = channels.index(x.device).flatten()

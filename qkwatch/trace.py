@@ -128,7 +128,7 @@ def _channels(source: Source, what: str, core_tensor: Tensor, lead: torch.Size) 
         head_axis = next((a for a in others if _is_head_axis(codes, a, place, wanted, apart)), None)
     widths = {len(channels) for _, channels in heads}
     if len(widths) != 1:
-        raise Refusal(f"the heads of the {what} have different widths in their projection")
+        raise Refusal(f"the heads of the {what} differ in width at their projection, or a clamp cuts channels off")
     if widths != {dim}:
         raise Refusal(f"a head's {what} are {dim} wide, but only {widths.pop()} of it come from the projection")
     numbers = [sum(d * radix**i for i, d in enumerate(code)) for code, _ in heads]

@@ -477,9 +477,15 @@ FAULTS: dict[str, tuple[str, str]] = {
     "panels": ("qkwatch.panels.Panels.readings", "stands down"),
     "metrics": ("qkwatch.trainers.log", "stands down"),
     "attaching": ("qkwatch.monitor.Monitor._attach", "stands down"),
+    "right after attaching": ("qkwatch.callback.QKWatch._ramp", "stands down"),
     "keeping inputs": ("qkwatch.scout.Call.of", "measurement"),
     "summary": ("qkwatch.callback.summary", "stands down"),
 }
+
+
+class Clean(L.Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        nothing_is_attached(pl_module)
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -489,7 +495,7 @@ def test_a_fault_is_one_warning_and_the_run_goes_on(name: str, monkeypatch: Any)
     monkeypatch.setattr(target, _raise)
     callback = watch(on_error="warn")
     with only_warning(message):
-        run, module = fit(callback, module=Tiny(dropout=0.1))
+        run, module = fit(callback, Clean(), module=Tiny(dropout=0.1))
     assert run.global_step == 8
     assert_same(weights(module), weights(plain))
     nothing_is_attached(module)

@@ -161,8 +161,15 @@ def test_recomputed_activations_count_once(reentrant: bool, kind: str, retrofit:
     assert bool(norm_parameters(module)) == (retrofit == "now")
 
 
-def test_the_stance_of_the_user_comes_back() -> None:
+def test_measured_steps_force_eager_and_the_stance_of_the_user_comes_back() -> None:
+    class Stances(Tiny):
+        def training_step(self, batch: Any, index: int) -> Any:
+            seen.append(torch._dynamo.eval_frame._stance.stance)
+            return super().training_step(batch, index)
+
+    seen: list[str] = []
     with torch.compiler.set_stance("eager_on_recompile"):
-        trainer(watch(every_n_steps=1), max_steps=2).fit(Tiny(), data())
+        trainer(watch(every_n_steps=2), max_steps=4).fit(Stances(), data())
         assert torch._dynamo.eval_frame._stance.stance == "eager_on_recompile"
+    assert seen == ["force_eager", "eager_on_recompile"] * 2
     assert torch._dynamo.eval_frame._stance.stance == "default"

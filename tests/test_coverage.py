@@ -35,7 +35,7 @@ CASES: list[tuple[str, str, int, int, int, str]] = [
     # normed already; a learned bias between projection and softmax; latent keys
     ("transformers", "qwen3", 2, 0, 2, NORMED),
     ("transformers", "parakeet_encoder", 2, 0, 0, "'bias_u' enters its queries"),
-    ("transformers", "deepseek_v3", 2, 0, 0, "queries"),
+    ("transformers", "deepseek_v3", 2, 0, 0, "keys are put together from 2 module outputs"),
     ("transformers", "resnet", 0, 0, 0, ""),
     ("timm", "swin_transformer_v2", 12, 0, 12, NORMED),
     ("timm", "xcit", 14, 2, 12, NORMED),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -155,6 +157,24 @@ def test_patch_save_resume_save_resume(tmp_path: Path) -> None:
         run = train(module, callback, tmp_path / str(leg), steps=steps, path=path)
         path = tmp_path / str(leg) / "last.ckpt"
     assert_same(state_of(run, module, callback), straight)
+
+
+def test_a_checkpoint_that_another_callback_saves_before_our_turn(tmp_path: Path) -> None:
+    """The optimizer has stepped, we have not yet counted it."""
+
+    class Saves(L.Callback):
+        def on_train_batch_end(self, run: Any, pl_module: Any, *args: Any) -> None:
+            run.save_checkpoint(tmp_path / f"early{run.global_step}.ckpt")
+
+    module, callback = Scheduled(sharp=True), watch(retrofit="auto")
+    run = trainer(Saves(), callback, max_steps=8)
+    run.fit(module, same_batch(), same_batch(1))
+    straight = state_of(run, module, callback)
+    for step in (3, 5, 6):  # the step before was not a measured one
+        module, callback = Scheduled(sharp=True), watch(retrofit="auto")
+        run = trainer(callback, max_steps=8)
+        run.fit(module, same_batch(), same_batch(1), ckpt_path=tmp_path / f"early{step}.ckpt")
+        assert_same(state_of(run, module, callback), straight)
 
 
 def test_a_ramp_goes_on(tmp_path: Path) -> None:
@@ -409,3 +429,16 @@ def test_killed_at_any_moment_the_run_goes_on(kills: int, tmp_path: Path) -> Non
     run_on(tmp_path / "straight", steps)
     ends = [torch.load(tmp_path / f / f"step={steps}.ckpt", weights_only=True) for f in ("ckpt", "straight")]
     assert_same(dict(ends[0]["state_dict"]), dict(ends[1]["state_dict"]))
+
+
+@pytest.mark.slow
+def test_the_example_tells_its_story() -> None:
+    """Four processes, real text: the validation loss that training ended with is that of the loaded model."""
+    root = Path(__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    command = [sys.executable, str(root / "examples" / "midproject.py")]
+    output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=300).stdout
+    assert "patched blocks.0, blocks.1 after step 150" in output
+    assert "patched once more: 0 times" in output
+    losses = [line.rsplit("loss ", 1)[1] for line in output.splitlines() if "validation loss" in line]
+    assert losses[2] == losses[3]
