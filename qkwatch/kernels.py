@@ -59,6 +59,7 @@ class Source(Protocol):
     group: int  # query heads that must stay in one block (they share a key head)
 
     tame: bool  # it is known that no logit is NaN or inf
+    gentle: bool  # it is known that every |logit| is below GENTLE
 
     def fill(self, block: Block, s: Tensor) -> Shade | None:
         """Write the block's logits into `s` `(b, h, r, width)`, all finite; return what of them is hidden."""
@@ -74,9 +75,9 @@ def may_look(x: Tensor) -> bool:
     return LOOK and x.device.type == "cpu"
 
 
-def largest(x: Tensor) -> Tensor:
-    """max |x|, a scalar tensor, without a copy of x; NaN where x holds one."""
-    return torch.maximum(x.amax(), x.amin().neg()) if x.numel() else x.new_zeros(())
+def longest(x: Tensor) -> Tensor:
+    """The largest length of a vector along the last axis, a scalar tensor; NaN where x holds one."""
+    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax() if x.numel() else x.new_zeros(())
 
 
 def scrub(x: Tensor) -> Tensor:
@@ -94,16 +95,17 @@ class QKSource:
         self.shape = (batch, heads, rows, k_len)
         self.group = heads // groups
         self.q = q.float().mul(scale).reshape(batch, groups, self.group, rows, dim)
-        self.k = k.float().contiguous()
+        self.k = k.float().transpose(-1, -2).contiguous()  # (B, G, D, Tk): the product is a fifth quicker so
         # no product of these can be NaN or inf, so no pass over the logits need look for them
         biased = mask.mask is not None and mask.mask.dtype != torch.bool
-        self.tame = may_look(q) and not biased and bool(largest(self.q) * largest(self.k) * dim < BIG / 10)
+        reach = float(abs(scale) * longest(q) * longest(k)) if may_look(q) and not biased else BIG
+        self.tame, self.gentle = reach < BIG / 10, reach < GENTLE  # |q k| <= |q| |k|
 
     def fill(self, block: Block, s: Tensor) -> Shade | None:
         g = slice(block.h.start // self.group, block.h.stop // self.group)
         q = self.q[block.b, g, :, block.r].flatten(0, 1).flatten(1, 2)  # (b*g, group*r, D)
-        k = self.k[block.b, g, : block.width].flatten(0, 1)  # (b*g, width, D)
-        torch.bmm(q, k.transpose(1, 2), out=s.view(q.shape[0], q.shape[1], block.width))
+        k = self.k[block.b, g, :, : block.width].flatten(0, 1)  # (b*g, D, width)
+        torch.bmm(q, k, out=s.view(q.shape[0], q.shape[1], block.width))
         shade, bias = self.mask.block(block)
         if bias is not None:
             s.add_(bias)
@@ -113,10 +115,10 @@ class QKSource:
 
     def columns(self, index: Tensor) -> Tensor:
         batch, heads, columns = index.shape
-        groups, _, dim = self.k.shape[1:]
-        picked = index.reshape(batch, groups, self.group * columns, 1).expand(-1, -1, -1, dim)
-        k = self.k.gather(2, picked).view(batch, groups, self.group, columns, dim)
-        s = torch.matmul(self.q, k.transpose(-1, -2)).view(batch, heads, -1, columns)
+        groups, dim = self.k.shape[1:3]
+        picked = index.reshape(batch, groups, 1, self.group * columns).expand(-1, -1, dim, -1)
+        k = self.k.gather(3, picked).view(batch, groups, dim, self.group, columns).transpose(2, 3)
+        s = torch.matmul(self.q, k).view(batch, heads, -1, columns)
         visible, bias = self.mask.columns(index)
         s = scrub(s if bias is None else s.add_(bias))
         return s if visible is None else s.masked_fill_(visible.logical_not(), -BIG)
@@ -126,7 +128,7 @@ class LogitSource:
     """Logits `(B, H, Tq, Tk)` that exist already, masking included."""
 
     group = 1
-    tame = False
+    tame = gentle = False
 
     def __init__(self, logits: Tensor, plan: RowPlan) -> None:
         batch, heads, _, k_len = logits.shape
@@ -159,7 +161,7 @@ def stream(source: Source, padded: Tensor | None) -> tuple[RowSums, Tensor]:
     sums[0] = source.mask.counts(k_len)
     mass = torch.zeros(batch, heads, k_len, dtype=torch.float32, device=device)
     live = None if padded is None else padded.logical_not().expand(batch, heads, rows)
-    budget = CPU_BLOCK if device.type == "cpu" else GPU_BLOCK
+    budget = CPU_BLOCK * min(torch.get_num_threads(), 8) if device.type == "cpu" else GPU_BLOCK
     # the dtype is spelled out: Lightning's bf16-true makes another one the default during a forward pass
     s_buffer, e_buffer = torch.empty(2, largest_block(source, budget), dtype=torch.float32, device=device).unbind()
     for block in blocks(source, budget):
@@ -167,7 +169,7 @@ def stream(source: Source, padded: Tensor | None) -> tuple[RowSums, Tensor]:
         used, shape = out.seen.numel() * block.width, (*out.seen.shape, block.width)
         s, e = s_buffer[:used].view(shape), e_buffer[:used].view(shape)
         shade = source.fill(block, s)
-        reduce_block(s, e, shade, out)
+        reduce_block(s, e, shade, out, source.gentle)
         weight = (out.first - out.base).exp_().add_(out.z).clamp_(min=1e-30).reciprocal_()  # 1 / denominator
         if live is not None or not source.tame or (shade is not None and shade.start == 0):
             weight.mul_(_counts(out, None if live is None else live[block.b, block.h, block.r]))
@@ -199,7 +201,7 @@ def largest_block(source: Source, budget: int) -> int:
     return max(sizes)
 
 
-def reduce_block(s: Tensor, e: Tensor, shade: Shade | None, out: RowSums) -> None:
+def reduce_block(s: Tensor, e: Tensor, shade: Shade | None, out: RowSums, gentle: bool) -> None:
     """Reduce one block of finite logits `s` `(b, h, r, w)` to `out`; `e` becomes exp(s - base), `s` is scratch.
 
     The block is small enough to stay in cache, so what costs is the number of passes over it, all in place.
@@ -217,7 +219,7 @@ def reduce_block(s: Tensor, e: Tensor, shade: Shade | None, out: RowSums) -> Non
     out.first.copy_(key_0)
     key_0.fill_(-BIG)
     torch.amax(s, -1, out=out.peak)
-    if may_look(s) and out.low.amin().item() > -GENTLE and out.peak.amax().item() < GENTLE:
+    if gentle or (may_look(s) and out.low.amin().item() > -GENTLE and out.peak.amax().item() < GENTLE):
         key_0.fill_(HIDE)  # exp is slow far outside of its range
         if shade is not None:
             tail.clamp_(min=HIDE)
