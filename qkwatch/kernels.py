@@ -77,7 +77,7 @@ def may_look(x: Tensor) -> bool:
 
 def longest(x: Tensor) -> Tensor:
     """The largest length of a vector along the last axis, a scalar tensor; NaN where x holds one."""
-    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax() if x.numel() else x.new_zeros(())
+    return torch.linalg.vector_norm(x.float(), dim=-1).amax() if x.numel() else x.new_zeros(())
 
 
 def scrub(x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ class makes it compile again) and fast paths that look for hooks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -120,17 +120,29 @@ def norm_channels(output: Tensor, parts: Sequence[Part]) -> Tensor:
 
 def _blocks(output: Tensor, parts: Sequence[Part]) -> Tensor:
     """Each part is one run of channels: (..., [q heads | k heads | rest])."""
-    pieces, at = [], 0
-    for channels, norm in parts:
-        start, width = channels.starts[0], channels.heads * channels.dim
-        if start > at:
-            pieces.append(output[..., at:start])
-        heads = output[..., start : start + width].unflatten(-1, (channels.heads, channels.dim))
-        pieces.append(norm(heads).flatten(-2))
-        at = start + width
-    if at < output.shape[-1]:
-        pieces.append(output[..., at:])
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
+    return _runs(output, [(c.starts[0], c.heads * c.dim, _split(c, norm)) for c, norm in parts])
+
+
+def _split(channels: Channels, norm: HeadNorm) -> Callable[[Tensor], Tensor]:
+    return lambda run: norm(run.unflatten(-1, (channels.heads, channels.dim))).flatten(-2)
+
+
+def _runs(x: Tensor, runs: Sequence[tuple[int, int, Callable[[Tensor], Tensor]]]) -> Tensor:
+    """``x`` with each run (start, width, what to do) of its last axis replaced, the rest as it is."""
+    sizes: list[int] = []
+    norms: list[Callable[[Tensor], Tensor] | None] = []
+    for start, width, norm in runs:
+        gap = start - sum(sizes)
+        sizes += [gap, width] if gap else [width]
+        norms += [None, norm] if gap else [norm]
+    rest = x.shape[-1] - sum(sizes)
+    if rest:
+        sizes.append(rest)
+        norms.append(None)
+    # one split, not slices: its backward is one concatenation, theirs a tensor of zeros each
+    pieces = x.split(sizes, -1)
+    done = [piece if norm is None else norm(piece) for piece, norm in zip(pieces, norms, strict=True)]
+    return done[0] if len(done) == 1 else torch.cat(done, -1)
 
 
 def _interleaved(parts: Sequence[Part], width: int) -> bool:
@@ -148,16 +160,7 @@ def _strided(output: Tensor, parts: Sequence[Part]) -> Tensor:
     channels, stride = parts[0][0], parts[0][0].stride
     assert stride is not None
     groups = output.unflatten(-1, (channels.heads, stride))  # (..., H, stride)
-    pieces, at = [], 0
-    for channels, norm in parts:
-        start = channels.starts[0]
-        if start > at:
-            pieces.append(groups[..., at:start])
-        pieces.append(norm(groups[..., start : start + channels.dim]))
-        at = start + channels.dim
-    if at < stride:
-        pieces.append(groups[..., at:])
-    return torch.cat(pieces, -1).flatten(-2)
+    return _runs(groups, [(c.starts[0], c.dim, norm) for c, norm in parts]).flatten(-2)
 
 
 def _scattered(output: Tensor, parts: Sequence[Part]) -> Tensor:
