@@ -5,6 +5,7 @@ One Trainer, one model; the kinds of step take turns, so that whatever else the 
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -84,6 +85,10 @@ class Steps:
 
     def prepare(self, kind: str) -> None:
         watched = kind in ("measured", "unmeasured")
+        for watch in self.callbacks:
+            # its own count of steps stands still while it is left out of the Trainer, so its cadence is set by turn
+            if isinstance(watch, QKWatch) and watch._monitor is not None:
+                watch._monitor.every_n_steps = 1 if kind == "measured" else sys.maxsize
         self.trainer.callbacks = [c for c in self.callbacks if watched or not isinstance(c, QKWatch)]
         for handle in self.handles:
             handle.remove()

@@ -8,6 +8,7 @@ names, no layout tables; an eager, an SDPA and an ``nn.MultiheadAttention`` core
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -172,18 +173,10 @@ class CoreCapture(TorchDispatchMode):
             self._fast_path(op, args)
         elif op in FRESH:
             return
-        elif self._opaque(func):
+        elif _is_opaque(func):
             self._on_unseen(str(getattr(func, "_name", func)))
         else:
             self._descend(func, op, args, out)
-
-    @staticmethod
-    def _opaque(func: Any) -> bool:
-        """Attention by its name, in an operation that is not PyTorch's own: a custom kernel."""
-        name = func.name() if isinstance(func, torch._ops.OpOverload) else getattr(func, "_name", "")
-        if name.startswith("aten::") and not name.startswith("aten::_flash") and "efficient" not in name:
-            return False
-        return ("attention" in name or "attn" in name) and "backward" not in name
 
     def _fused(self, op: Any, args: Any, kwargs: Any) -> None:
         q, k = args[0], args[1]
@@ -323,3 +316,12 @@ def _tensors(values: Any) -> list[Tensor]:
         if isinstance(value, (list, tuple)):
             found.extend(item for item in value if isinstance(item, Tensor))
     return found
+
+
+@functools.cache
+def _is_opaque(func: Any) -> bool:
+    """Attention by its name, in an operation that is not PyTorch's own: a custom kernel."""
+    name = func.name() if isinstance(func, torch._ops.OpOverload) else getattr(func, "_name", "")
+    if name.startswith("aten::") and not name.startswith("aten::_flash") and "efficient" not in name:
+        return False
+    return ("attention" in name or "attn" in name) and "backward" not in name

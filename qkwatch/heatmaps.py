@@ -170,9 +170,7 @@ def _gaps(pen: ImageDraw.ImageDraw, box: tuple[int, int, int, int], shape: tuple
         pen.line((left, y, left + wide, y), WHITE, 2)
 
 
-def _colour_bar(
-    canvas: Image.Image, pen: ImageDraw.ImageDraw, scale: Scale, at: tuple[int, int, int]
-) -> None:
+def _colour_bar(canvas: Image.Image, pen: ImageDraw.ImageDraw, scale: Scale, at: tuple[int, int, int]) -> None:
     x, top, tall = at
     low, high = scale.ticks[0], scale.ticks[-1]
     values = np.geomspace(high, low, tall) if scale.log else np.linspace(high, low, tall)

@@ -15,7 +15,7 @@ from qkwatch.stats import Packed, logit_stats, qk_stats, row_budget, with_bias
 Rows = int | str  # "all", "auto" or a number of query rows
 
 HIDING = -9999.0  # a bias that is meant to hide, though not below half of the dtype's minimum
-_CHEAP = 2**28  # multiply-adds of Q K^T that rows="auto" never minds
+_CHEAP = 2**26  # multiply-adds of Q K^T that rows="auto" never minds
 
 
 def measure(core: Core, layout: HeadLayout, rows: Rows, self_attention: bool) -> Packed:
@@ -103,6 +103,7 @@ def _rows(rows: Rows, shape: Sequence[int], k_len: int) -> int | None:
         return rows
     batch, heads, q_len, head_dim = shape
     exact = batch * heads * q_len * k_len * head_dim
-    # a layer costs ~36 T d^2 multiply-adds forward and backward, Q K^T costs T^2 d: exact up to T = 3 d is < 10 %
-    affordable = exact * 3 * heads * head_dim // k_len
+    # a layer costs ~36 T d^2 multiply-adds forward and backward, Q K^T costs T^2 d, each of them read at two to three
+    # times the price of the layer's: all rows up to T = d / 3 are well below a tenth of the step
+    affordable = exact * heads * head_dim // (3 * k_len)
     return row_budget(batch, heads, q_len, k_len, head_dim, max(affordable, _CHEAP))

@@ -101,9 +101,7 @@ class Panels:
             return
         named = _by_name(readings)
         figures = {name: _figures(reading) for name, reading in named.items()}
-        self._history.add(
-            step, {n: (_over(max, f["max_logit"]), _over(min, f["entropy"])) for n, f in figures.items()}
-        )
+        self._history.add(step, {n: (_over(max, f["max_logit"]), _over(min, f["entropy"])) for n, f in figures.items()})
         self._undrawn = (named, step)
         notes = self._allot(figures) + self._infinities(figures)
         metrics = self._metrics(figures)
@@ -112,9 +110,7 @@ class Panels:
             self._lay_out,
         ]
         if notes:
-            writes.append(
-                lambda logger: _write(logger, "add_text", "qkwatch/alerts", "\n\n".join(notes), step)
-            )
+            writes.append(lambda logger: _write(logger, "add_text", "qkwatch/alerts", "\n\n".join(notes), step))
         if self._seen >= self._next_image:
             writes.append(self._image_writer())
         self._seen += 1
@@ -215,17 +211,11 @@ class Panels:
             now = np.full((len(named), len(heads)), ABSENT)
             for row, reading in zip(now, named.values(), strict=True):
                 row[: reading.heads] = getattr(reading, field).numpy()
-            past = np.array(
-                [[worst.get(s, UNKNOWN)[index] for _, worst in self._history.columns] for s in sites]
-            )
+            past = np.array([[worst.get(s, UNKNOWN)[index] for _, worst in self._history.columns] for s in sites])
             title = f"{what} per head, step {step:,}"
-            images[f"qkwatch/{field}_by_head"] = heat_map(
-                now, scale, title, short_names(list(named)), heads, "head"
-            )
+            images[f"qkwatch/{field}_by_head"] = heat_map(now, scale, title, short_names(list(named)), heads, "head")
             title = f"{what} of each layer's worst head, to step {step:,}"
-            images[f"qkwatch/{field}_over_time"] = heat_map(
-                past, scale, title, short_names(sites), steps, "step"
-            )
+            images[f"qkwatch/{field}_over_time"] = heat_map(past, scale, title, short_names(sites), steps, "step")
         return images
 
 
