@@ -71,12 +71,15 @@ class Witness(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.found: list[Seen | _Entry] = []
+        self._weights: dict[int, Tensor] = {}  # made of parameters only
         self._marks: dict[int, tuple[Tensor, _Entry | None]] = {}  # None: a product that no softmax has seen yet
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = str(getattr(func, "overloadpacket", func)).removeprefix("aten.")
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if inputs and all(map(self._is_weight, inputs)):
+            self._weights |= {id(t): t for t in tree_leaves(out) if isinstance(t, Tensor)}
         marks = [self._marks[id(t)][1] for t in inputs if id(t) in self._marks]
         entries = [mark for mark in marks if mark is not None]
         if name.startswith("_scaled_dot_product"):
@@ -85,7 +88,7 @@ class Witness(TorchDispatchMode):
             factors = [t for t in args if isinstance(t, Tensor)][-2:]
             for entry in entries:
                 entry.used = True
-            weights = [t for t in factors if _is_parameter(t)]
+            weights = [t for t in factors if self._is_weight(t)]
             mixes_heads = bool(marks) and all(weight.numel() <= MIXING for weight in weights)
             if not entries and (mixes_heads or not weights):
                 self._mark(out, None)
@@ -97,6 +100,9 @@ class Witness(TorchDispatchMode):
         elif marks and "_norm" not in name and (name != "convolution" or args[1].numel() <= MIXING):
             self._mark(out, entries[0] if entries else None)
         return out
+
+    def _is_weight(self, tensor: Tensor) -> bool:
+        return isinstance(tensor, nn.Parameter) or id(tensor) in self._weights
 
     def _mark(self, out: Any, mark: _Entry | None) -> None:
         for tensor in tree_leaves(out):
@@ -113,11 +119,6 @@ class Witness(TorchDispatchMode):
 class _Entry:
     seen: Seen
     used: bool = False
-
-
-def _is_parameter(tensor: Tensor) -> bool:
-    base = tensor if tensor._base is None else tensor._base
-    return isinstance(base, nn.Parameter) or isinstance(tensor, nn.Parameter)
 
 
 def _dense(q: Tensor, k: Tensor, kwargs: dict[str, Any], args: Any) -> Seen:

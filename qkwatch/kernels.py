@@ -94,7 +94,7 @@ class QKSource:
         self.mask = mask
         self.shape = (batch, heads, rows, k_len)
         self.group = heads // groups
-        self.q = q.float().mul(scale).reshape(batch, groups, self.group, rows, dim)
+        self.q, self.scale = q.float().reshape(batch, groups, self.group, rows, dim), scale
         self.k = k.float().transpose(-1, -2).contiguous()  # (B, G, D, Tk): the product is a fifth quicker so
         # no product of these can be NaN or inf, so no pass over the logits need look for them
         biased = mask.mask is not None and mask.mask.dtype != torch.bool
@@ -105,7 +105,8 @@ class QKSource:
         g = slice(block.h.start // self.group, block.h.stop // self.group)
         q = self.q[block.b, g, :, block.r].flatten(0, 1).flatten(1, 2)  # (b*g, group*r, D)
         k = self.k[block.b, g, :, : block.width].flatten(0, 1)  # (b*g, D, width)
-        torch.bmm(q, k, out=s.view(q.shape[0], q.shape[1], block.width))
+        product = s.view(q.shape[0], q.shape[1], block.width)
+        torch.baddbmm(product, q, k, beta=0, alpha=self.scale, out=product)
         shade, bias = self.mask.block(block)
         if bias is not None:
             s.add_(bias)
@@ -118,7 +119,7 @@ class QKSource:
         groups, dim = self.k.shape[1:3]
         picked = index.reshape(batch, groups, 1, self.group * columns).expand(-1, -1, dim, -1)
         k = self.k.gather(3, picked).view(batch, groups, dim, self.group, columns).transpose(2, 3)
-        s = torch.matmul(self.q, k).view(batch, heads, -1, columns)
+        s = torch.matmul(self.q, k).mul_(self.scale).view(batch, heads, -1, columns)
         visible, bias = self.mask.columns(index)
         s = scrub(s if bias is None else s.add_(bias))
         return s if visible is None else s.masked_fill_(visible.logical_not(), -BIG)
