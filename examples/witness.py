@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from qkwatch.stats import Reading
 
 HIDING = -9999.0  # the mask of old half-precision models
+COPIES = {"view", "_unsafe_view", "permute", "transpose", "t", "unsqueeze", "expand", "clone", "as_strided", "detach"}
 MIXING = 256  # elements of a weight that may mix heads; larger ones are projections, and what they give is no logit
 
 
@@ -71,14 +72,14 @@ class Witness(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.found: list[Seen | _Entry] = []
-        self._weights: dict[int, Tensor] = {}  # made of parameters only
+        self._weights: dict[int, Tensor] = {}  # views and copies of parameters
         self._marks: dict[int, tuple[Tensor, _Entry | None]] = {}  # None: a product that no softmax has seen yet
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = str(getattr(func, "overloadpacket", func)).removeprefix("aten.")
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        if inputs and all(map(self._is_weight, inputs)):
+        if name in COPIES and inputs and all(map(self._is_weight, inputs)):
             self._weights |= {id(t): t for t in tree_leaves(out) if isinstance(t, Tensor)}
         marks = [self._marks[id(t)][1] for t in inputs if id(t) in self._marks]
         entries = [mark for mark in marks if mark is not None]

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from qkwatch.adopt import adopt_
     from qkwatch.callback import QKWatch
     from qkwatch.checkpoints import load_from_checkpoint
+    from qkwatch.clip import QKClip
     from qkwatch.errors import QKWatchError
     from qkwatch.norms import Variant
     from qkwatch.observe import watch
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Alert": "rules",
     "Level": "rules",
+    "QKClip": "clip",
     "QKWatch": "callback",
     "QKWatchError": "errors",
     "Reading": "stats",
@@ -49,6 +51,7 @@ _HOMES = {
 __all__ = [
     "Alert",
     "Level",
+    "QKClip",
     "QKWatch",
     "QKWatchError",
     "Reading",
