@@ -212,9 +212,7 @@ def test_schedulers_do_not_notice(name: str, groups: Any, kind: str) -> None:
         count, source = len(opt.param_groups), len(opt.param_groups) - 1  # the group with the 1-D parameters
         for step in range(STEPS):
             if step == at:
-                places = add_parameters(
-                    [opt], gains(), beside=list(model.parameters()), schedulers=[scheduler]
-                )
+                places = add_parameters([opt], gains(), beside=list(model.parameters()), schedulers=[scheduler])
                 assert places == [(0, count)] * 2
             if step == at + 5:  # a second patch, later
                 beside = [model.first.weight]
@@ -304,9 +302,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 def feed(params: list[nn.Parameter], step: int, offset: int = 0) -> None:
     """The same gradients for the same place and step, whatever else is trained."""
     for i, param in enumerate(params):
-        param.grad = torch.randn(
-            param.shape, generator=torch.Generator().manual_seed(step * 1000 + offset + i)
-        )
+        param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(step * 1000 + offset + i))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -369,8 +365,7 @@ def test_patches_without_a_step_between_share_a_group() -> None:
     model, opt = build()
     scheduler = sched.LambdaLR(opt, halving(opt))
     places = [
-        add_parameters([opt], gains(1), beside=list(model.parameters()), schedulers=[scheduler])[0]
-        for _ in range(12)
+        add_parameters([opt], gains(1), beside=list(model.parameters()), schedulers=[scheduler])[0] for _ in range(12)
     ]
     assert places == [(0, 2)] * 12
     assert len(opt.param_groups[2]["params"]) == 12
@@ -417,9 +412,7 @@ def test_flags_are_cloned(flag: str) -> None:
 
 def test_flags_named_like_decay_stay() -> None:
     model = Block()
-    opt = torch.optim.NAdam(
-        model.parameters(), weight_decay=0.1, decoupled_weight_decay=True, momentum_decay=0.3
-    )
+    opt = torch.optim.NAdam(model.parameters(), weight_decay=0.1, decoupled_weight_decay=True, momentum_decay=0.3)
     add_parameters([opt], gains(), beside=list(model.parameters()))
     group = opt.param_groups[1]
     assert (group["decoupled_weight_decay"], group["momentum_decay"], group["weight_decay"]) == (True, 0.3, 0)
@@ -611,9 +604,7 @@ def rules(model: Block, how: str) -> list[dict[str, Any]]:
         deep["params"] = [p for p in deep["params"] if id(p) not in patched]
         flat["params"] = [*reversed(moved), *flat["params"]]
         return [deep, flat]
-    deep["params"] = [
-        p for p in deep["params"] if id(p) not in patched
-    ]  # without them, or in a group of their own
+    deep["params"] = [p for p in deep["params"] if id(p) not in patched]  # without them, or in a group of their own
     own = [{"params": [p for _, p in model.gains()], "lr": 0.5, "weight_decay": 0.3}]
     return [deep, flat, *(own if how == "own-group" else [])]
 

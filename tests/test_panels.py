@@ -82,9 +82,7 @@ def texts(events, tag):
 
 def test_scalars_come_back_as_they_were_measured(board):
     logger, read = board
-    a = reading(
-        "layers.0.attn", seed=1, entropy=[0.5, 0.25], saturated=[0.4, 0.6], entropy_corrected=[0.05, 0.2]
-    )
+    a = reading("layers.0.attn", seed=1, entropy=[0.5, 0.25], saturated=[0.4, 0.6], entropy_corrected=[0.05, 0.2])
     b = reading("layers.1.attn", heads=4, seed=2)
     Panels([logger]).readings([a, b], 30)
     events = read()
@@ -125,9 +123,7 @@ def test_tag_budget(board, sites, max_tags, each):
     logger, read = board
     panels = Panels([logger], max_tags=max_tags)
     for step in range(3):
-        panels.readings(
-            [reading(f"model.layers.{i}.self_attn", heads=32, seed=i) for i in range(sites)], step
-        )
+        panels.readings([reading(f"model.layers.{i}.self_attn", heads=32, seed=i) for i in range(sites)], step)
     panels.alerts([alert()], 2)
     panels.retrofit("patched", 2)
     panels.close()
@@ -210,9 +206,7 @@ def test_images_decode_and_come_seldom(board):
 def test_ten_thousand_readings_draw_about_160_times(monkeypatch):
     drawn = []
     monkeypatch.setattr(Panels, "_draw", lambda self, named, step: drawn.append(step) or {})
-    panels = Panels(
-        [SimpleNamespace(log_metrics=lambda *a, **k: None, experiment=SimpleNamespace(add_image=1))]
-    )
+    panels = Panels([SimpleNamespace(log_metrics=lambda *a, **k: None, experiment=SimpleNamespace(add_image=1))])
     one = [reading(heads=1)]
     for step in range(10_000):
         panels.readings(one, step)
@@ -228,15 +222,9 @@ def colours(pixels):
 @pytest.mark.parametrize("scale", [LOGITS, ENTROPY])
 def test_heat_map_cells_have_the_colour_of_their_value(rows, columns, scale):
     rand = np.random.default_rng(rows)
-    grid = (
-        rand.uniform(0, 1, (rows, columns))
-        if scale is ENTROPY
-        else 10 ** rand.uniform(-1, 5, (rows, columns))
-    )
+    grid = rand.uniform(0, 1, (rows, columns)) if scale is ENTROPY else 10 ** rand.uniform(-1, 5, (rows, columns))
     grid.flat[0] = NAN
-    image = heat_map(
-        grid, scale, "title", [str(i) for i in range(rows)], [str(i) for i in range(columns)], "head"
-    )
+    image = heat_map(grid, scale, "title", [str(i) for i in range(rows)], [str(i) for i in range(columns)], "head")
     height, width, _ = image.shape
     assert width == 700
     seen = colours(image)
