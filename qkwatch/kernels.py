@@ -13,15 +13,14 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from qkwatch.masks import BIG, CPU_BLOCK, Block, Mask, RowPlan, Shade, hidden_below
+from qkwatch.masks import BIG, CPU_BLOCK, HIDE, Block, Mask, RowPlan, Shade, hidden_below
 
 EMPTY = -1e38  # the peak of a row without visible keys: above -BIG (hidden), below any logit that counts
 FLOOR = -40.0  # exp(-40) = 4e-18 is far below fp32 rounding, but its square is no (slow) denormal yet
 OVER = 100.0  # the logit above which entries are counted
-CAUSAL_ROWS = 64  # rows per block; a taller causal block computes more hidden entries
+CAUSAL_ROWS = 128  # rows per block; a taller causal block computes more hidden entries
 PLAIN_ROWS = 256
 GENTLE = 20.0  # logits that exp can take as they are: nothing overflows, also squared
-HIDE = -60.0  # among those, no weight: exp(-60) is nothing beside exp(-20)
 LOOK = True  # values may steer the work where they are at hand
 GPU_BLOCK = 1 << 24  # enough to fill an accelerator, and few launches
 
@@ -162,7 +161,9 @@ def stream(source: Source, padded: Tensor | None) -> tuple[RowSums, Tensor]:
     sums[0] = source.mask.counts(k_len)
     mass = torch.zeros(batch, heads, k_len, dtype=torch.float32, device=device)
     live = None if padded is None else padded.logical_not().expand(batch, heads, rows)
-    budget = CPU_BLOCK * min(torch.get_num_threads(), 8) if device.type == "cpu" else GPU_BLOCK
+    threads = min(torch.get_num_threads(), 8)
+    # several threads share each operation, which costs them time of its own: fewer and larger ones
+    budget = CPU_BLOCK * (2 * threads if threads > 1 else 1) if device.type == "cpu" else GPU_BLOCK
     # the dtype is spelled out: Lightning's bf16-true makes another one the default during a forward pass
     s_buffer, e_buffer = torch.empty(2, largest_block(source, budget), dtype=torch.float32, device=device).unbind()
     for block in blocks(source, budget):
@@ -171,12 +172,13 @@ def stream(source: Source, padded: Tensor | None) -> tuple[RowSums, Tensor]:
         s, e = s_buffer[:used].view(shape), e_buffer[:used].view(shape)
         shade = source.fill(block, s)
         reduce_block(s, e, shade, out, source.gentle)
-        weight = (out.first - out.base).exp_().add_(out.z).clamp_(min=1e-30).reciprocal_()  # 1 / denominator
+        first = out.first if source.gentle else out.first - out.base
+        weight = first.exp().add_(out.z).clamp_(min=1e-30).reciprocal_()  # 1 / denominator
         if live is not None or not source.tame or (shade is not None and shade.start == 0):
             weight.mul_(_counts(out, None if live is None else live[block.b, block.h, block.r]))
         mass[block.b, block.h, : block.width].add_(torch.matmul(weight.unsqueeze(-2), e).squeeze(-2))
     done = RowSums(*sums.unbind())
-    _rebase(done)
+    _rebase(done, source.gentle)
     return done, mass
 
 
@@ -215,14 +217,16 @@ def reduce_block(s: Tensor, e: Tensor, shade: Shade | None, out: RowSums, gentle
     torch.sum(s, -1, out=out.total)
     torch.amin(s, -1, out=out.low)
     if shade is not None:
-        tail.add_(shade.hide)  # and -BIG from here on: no weight in the softmax
+        veiled = gentle and shade.start > 0  # else key 0 may be hidden, and `first` must tell
+        tail.add_(shade.veil if veiled else shade.hide)  # and very low from here on: no weight in the softmax
     key_0 = s[..., 0]
     out.first.copy_(key_0)
-    key_0.fill_(-BIG)
+    key_0.fill_(HIDE if gentle else -BIG)
     torch.amax(s, -1, out=out.peak)
     if gentle or (may_look(s) and out.low.amin().item() > -GENTLE and out.peak.amax().item() < GENTLE):
-        key_0.fill_(HIDE)  # exp is slow far outside of its range
-        if shade is not None:
+        if not gentle:
+            key_0.fill_(HIDE)  # exp is slow far outside of its range
+        if shade is not None and not veiled:
             tail.clamp_(min=HIDE)
     else:
         _count_over(s, e, shade, out)
@@ -252,9 +256,10 @@ def _count_over(s: Tensor, e: Tensor, shade: Shade | None, out: RowSums) -> None
             out.over.add_(out.first <= EMPTY)  # key 0 was not counted twice
 
 
-def _rebase(sums: RowSums) -> None:
+def _rebase(sums: RowSums, gentle: bool) -> None:
     """Bring the exponential sums of all rows from the base they were taken at to the row's peak, in place."""
-    sums.peak.clamp_(min=EMPTY)
+    # a row whose other keys are all hidden; where all logits were known to be small, key 0 was hidden less deeply
+    sums.peak.masked_fill_(sums.peak <= HIDE if gentle else sums.peak <= EMPTY, EMPTY)
     distance = torch.where(sums.peak > EMPTY, sums.base - sums.peak, 0.0)
     shrink = distance.exp()
     sums.zt.add_(distance * sums.z).mul_(shrink)

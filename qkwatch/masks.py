@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+HIDE = -60.0  # no weight among logits within +-20: exp(-60) is nothing beside exp(-20)
 BIG = 3e38  # stands in for inf and NaN so that every later product is finite; marks the row as broken
 CPU_BLOCK = 1 << 18  # logits per block: two float32 buffers of it stay in cache
 
@@ -29,12 +30,13 @@ class Shade(NamedTuple):
 
     visible: Tensor  # 1.0 or 0.0
     hide: Tensor  # 0.0 or -BIG
+    veil: Tensor  # 0.0 or HIDE
     start: int
 
     @classmethod
     def of(cls, visible: Tensor, start: int) -> Shade:
         ones = visible.float()
-        return cls(ones, (ones - 1).mul_(BIG), start)
+        return cls(ones, (ones - 1).mul_(BIG), (1 - ones).mul_(HIDE), start)
 
 
 @dataclass(frozen=True)
