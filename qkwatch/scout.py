@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from qkwatch.capture import CoreCapture
@@ -20,7 +20,7 @@ from qkwatch.modules import ModuleStack, named_modules, unwrap
 from qkwatch.operations import aten
 from qkwatch.probe import Call, Refusal, isolated, replay
 from qkwatch.sites import Site
-from qkwatch.stats import MAXIMA, Packed, merge, reading_from
+from qkwatch.stats import Packed, gather_heads, merge, reading_from
 from qkwatch.trace import find_taps
 
 _WIDEN = 3  # how many ancestors with weights may be tried for the projections that a core's own module lacks
@@ -252,23 +252,12 @@ def _put_together(sighting: _Sighting, layout: HeadLayout) -> Packed | None:
         return packed
     numbers = torch.arange(assumed.heads, device=packed.values.device)
     if layout.kind == "single":
-        return _gather(packed, torch.zeros_like(numbers), 1)
+        return gather_heads(packed, torch.zeros_like(numbers), 1)
     if layout.kind == "minor":
-        return _gather(packed, numbers % layout.heads, layout.heads)
+        return gather_heads(packed, numbers % layout.heads, layout.heads)
     if layout.kind == "major":
-        return _gather(packed, numbers // (assumed.heads // layout.heads), layout.heads)
+        return gather_heads(packed, numbers // (assumed.heads // layout.heads), layout.heads)
     return None
-
-
-def _gather(packed: Packed, head_of: Tensor, heads: int) -> Packed:
-    """Put the rows of ``packed`` that belong to one head together."""
-    values, cut = packed.values, len(MAXIMA)
-    out = values.new_zeros(heads, values.shape[1])
-    out[:, :cut] = -torch.inf
-    index = head_of[:, None].expand_as(values)
-    out[:, :cut] = out[:, :cut].scatter_reduce(0, index[:, :cut], values[:, :cut], "amax")
-    out[:, cut:] = out[:, cut:].scatter_add(0, index[:, cut:], values[:, cut:])
-    return Packed(out, packed.exact)
 
 
 def _confirm(token: object) -> None:

@@ -27,14 +27,7 @@ MIN_HEAD_LEFT = 0.05  # a head with less mass than this off its sinks is a sink,
 
 MAXIMA = ("max_logit", "margin", "bias", "sampled")
 SUMS = (
-    *(
-        "measured",
-        "excluded",
-        "nonfinite",
-        "rows",
-        "keys",
-        "over",
-    ),  # rows: measured and finite, those in the means
+    *("measured", "excluded", "nonfinite", "rows", "keys", "over"),  # rows: measured and finite, those in the means
     *("nats", "grad", "sink", "rows_2", "sharp"),  # rows_2, rows_16: with at least so many visible keys
     *("entropy_2", "rows_16", "entropy_16"),
     *("kept_2", "corrected_2", "kept_16", "corrected_16"),  # the same without the sink keys
