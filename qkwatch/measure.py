@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from qkwatch.core import Core
+from qkwatch.kernels import may_look
 from qkwatch.layout import HeadLayout
+from qkwatch.masks import hidden_below
 from qkwatch.sites import Site
 from qkwatch.stats import Packed, logit_stats, qk_stats, row_budget, with_bias
 
@@ -77,6 +79,8 @@ def _without_hidden(logits: Tensor | None, bias: Tensor | None) -> Tensor | None
     """The logits with -inf where a bias at or below -10000, the old half-precision mask, hides a key."""
     if logits is None or bias is None:
         return logits
+    if may_look(bias) and not bool(((bias <= HIDING) & (bias > hidden_below(logits.dtype))).any()):
+        return logits  # what hides is told from the logits alone: no copy of them is needed
     try:
         return torch.where(bias <= HIDING, -torch.inf, logits.detach())
     except RuntimeError:  # of another layout than the logits
