@@ -74,20 +74,18 @@ def may_look(x: Tensor) -> bool:
     return LOOK and x.device.type == "cpu"
 
 
-def longest(x: Tensor) -> Tensor:
-    """The largest length of a vector along the last axis, a scalar tensor; NaN where x holds one."""
-    return torch.linalg.vector_norm(x.float(), dim=-1).amax() if x.numel() else x.new_zeros(())
-
-
 def scrub(x: Tensor) -> Tensor:
     """NaN and inf to +-BIG, in place: a product with 0 hides them now, and no NaN leaks between rows."""
     return x.nan_to_num_(nan=BIG, posinf=BIG, neginf=-BIG)
 
 
 class QKSource:
-    """Logits `scale * q k^T + bias`, q `(B, H, R, D)`, k `(B, G, Tk, D)` of any float dtype, in float32."""
+    """Logits `scale * q k^T + bias`, q `(B, H, R, D)`, k `(B, G, Tk, D)` of any float dtype, in float32.
 
-    def __init__(self, q: Tensor, k: Tensor, scale: float, mask: Mask) -> None:
+    `lengths`: |q| and |k| of all tokens, `(B, H, T)` and `(B, G, Tk)`.
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, scale: float, mask: Mask, lengths: tuple[Tensor, Tensor]) -> None:
         batch, heads, rows, dim = q.shape
         groups, k_len = k.shape[1:3]
         self.mask = mask
@@ -97,8 +95,9 @@ class QKSource:
         self.k = k.float().transpose(-1, -2).contiguous()  # (B, G, D, Tk): the product is a fifth quicker so
         # no product of these can be NaN or inf, so no pass over the logits need look for them
         biased = mask.mask is not None and mask.mask.dtype != torch.bool
-        reach = float(abs(scale) * longest(q) * longest(k)) if may_look(q) and not biased else BIG
-        self.tame, self.gentle = reach < BIG / 10, reach < GENTLE  # |q k| <= |q| |k|
+        look = may_look(q) and not biased and q.numel() and k.numel()
+        reach = abs(scale) * float(lengths[0].amax() * lengths[1].amax()) if look else BIG
+        self.tame, self.gentle = reach < BIG / 10, reach < GENTLE  # |q k| <= |q| |k|; NaN is neither
 
     def fill(self, block: Block, s: Tensor) -> Shade | None:
         g = slice(block.h.start // self.group, block.h.stop // self.group)
@@ -118,7 +117,7 @@ class QKSource:
         groups, dim = self.k.shape[1:3]
         picked = index.reshape(batch, groups, 1, self.group * columns).expand(-1, -1, dim, -1)
         k = self.k.gather(3, picked).view(batch, groups, dim, self.group, columns).transpose(2, 3)
-        s = torch.matmul(self.q, k).mul_(self.scale).view(batch, heads, -1, columns)
+        s = torch.matmul(self.q, k).mul_(self.scale).view(batch, heads, self.shape[2], columns)
         visible, bias = self.mask.columns(index)
         s = scrub(s if bias is None else s.add_(bias))
         return s if visible is None else s.masked_fill_(visible.logical_not(), -BIG)
@@ -176,7 +175,8 @@ def stream(source: Source, padded: Tensor | None) -> tuple[RowSums, Tensor]:
         weight = first.exp().add_(out.z).clamp_(min=1e-30).reciprocal_()  # 1 / denominator
         if live is not None or not source.tame or (shade is not None and shade.start == 0):
             weight.mul_(_counts(out, None if live is None else live[block.b, block.h, block.r]))
-        mass[block.b, block.h, : block.width].add_(torch.matmul(weight.unsqueeze(-2), e).squeeze(-2))
+        keys = mass[block.b, block.h, : block.width].view(-1, 1, block.width)
+        torch.baddbmm(keys, weight.view(len(keys), 1, -1), e.view(len(keys), -1, block.width), out=keys)
     done = RowSums(*sums.unbind())
     _rebase(done, source.gentle)
     return done, mass

@@ -95,6 +95,7 @@ class Mask:
             self.mask = mask.expand(-1, -1, -1, k_len)
         self._per_head = self.mask is not None and self.mask.shape[1] > 1
         self._last: tuple[Any, tuple[Shade | None, Tensor | None]] = (None, (None, None))
+        self._corners: dict[tuple[int, int], Shade] = {}
 
     def width(self, r: slice, k_len: int) -> int:
         """How many leading keys the rows `r` can see at all."""
@@ -120,8 +121,17 @@ class Mask:
             return Shade.of(self._visible(part, block), 0), bias
         if self.is_causal:
             start = min(self.plan.at(block.r.start) + 1, block.width)  # all its rows see the keys before
-            return Shade.of(self._triangle(block, start), start), None
+            return self._corner(block, start), None
         return None, None
+
+    def _corner(self, block: Block, start: int) -> Shade:
+        """The triangle off the keys that all rows see: with no row left out, the same in each block of one shape."""
+        if not self.plan.exact:
+            return Shade.of(self._triangle(block, start), start)
+        shape = (block.r.stop - block.r.start, block.width - start)
+        if shape not in self._corners:
+            self._corners[shape] = Shade.of(self._triangle(block, start), start)
+        return self._corners[shape]._replace(start=start)
 
     def unseen(self) -> Tensor | None:
         """Keys that no query row sees, bool `(B|1, H|1, Tk)`: padding. None without a mask."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .errors import QKWatchError
-from .kernels import EMPTY, LogitSource, QKSource, RowSums, Source, stream
+from .kernels import EMPTY, LogitSource, QKSource, RowSums, Source, may_look, stream
 from .masks import BIG, Mask, RowPlan, hidden_below
 
 MANY_KEYS = 16  # normalised entropy is taken over rows with so many visible keys where there are any
@@ -115,8 +115,9 @@ def qk_stats(
         q, k = q.detach(), k.detach()
         plan = _row_plan(q.shape[2], rows, q.device)
         visible = Mask(None if mask is None else mask.detach(), is_causal, plan, k.shape[2])
-        source = QKSource(plan.take(q, 2), k, scale, visible)
-        return _measure(source, q, k, self_attention)
+        lengths = _lengths(q), _lengths(k)
+        source = QKSource(plan.take(q, 2), k, scale, visible, lengths)
+        return _measure(source, {"q": _rms(q, lengths[0]), "k": _rms(k, lengths[1])}, self_attention)
 
 
 @torch.no_grad()
@@ -138,7 +139,8 @@ def logit_stats(
     with torch.autocast(logits.device.type, enabled=False):
         logits = logits.detach()
         source = LogitSource(logits, _row_plan(logits.shape[2], rows, logits.device))
-        return _measure(source, q, k, self_attention)
+        rms = {name: _rms(x, _lengths(x)) for name, x in (("q", q), ("k", k)) if x is not None}
+        return _measure(source, rms, self_attention)
 
 
 def row_budget(batch: int, heads: int, q_len: int, k_len: int, head_dim: int, budget: int) -> int | None:
@@ -249,7 +251,7 @@ def _check_shapes(q: Tensor, k: Tensor, mask: Tensor | None) -> None:
         raise QKWatchError(f"mask must be bool or float and broadcast to {full}, got {got}")
 
 
-def _measure(source: Source, q: Tensor | None, k: Tensor | None, self_attention: bool) -> Packed:
+def _measure(source: Source, rms: dict[str, Tensor], self_attention: bool) -> Packed:
     batch, heads, rows, k_len = source.shape
     plan = source.mask.plan
     zero = torch.zeros(heads, dtype=torch.float32, device=plan.device)
@@ -260,21 +262,22 @@ def _measure(source: Source, q: Tensor | None, k: Tensor | None, self_attention:
         padded = None if padded is None else plan.take(padded, -1)
         sums, mass = stream(source, padded)
         figures |= _reduce_rows(source, sums, mass, padded)
-    for name, x in (("q", q), ("k", k)):
-        if x is not None and x.numel():
-            figures[f"{name}_rms"], figures[f"{name}_tokens"] = _rms(x.detach(), heads)
+    for name, pair in rms.items():  # (2, H|G)
+        figures[f"{name}_rms"], figures[f"{name}_tokens"] = pair.repeat_interleave(heads // pair.shape[1], dim=1)
     wide = torch.float32 if plan.device.type == "mps" else torch.float64
     return Packed(torch.stack([figures[name].to(wide) for name in COLUMNS], dim=-1), plan.exact)
 
 
-def _rms(x: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Sum over finite tokens of the root mean square over D, and their number, per query head `(heads,)`."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    rms = torch.linalg.vector_norm(x, dim=-1, dtype=wide).float() / x.shape[-1] ** 0.5  # (B, G, T)
+def _lengths(x: Tensor) -> Tensor:
+    """Length of each token's vector, `(B, H, T)`, in float32 or wider."""
+    return torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+def _rms(x: Tensor, lengths: Tensor) -> Tensor:
+    """Sum over finite tokens of the root mean square over D, and their number, `(2, H)`."""
+    rms = lengths.float() / max(1, x.shape[-1]) ** 0.5
     finite = rms.isfinite()
-    pair = torch.stack([rms.masked_fill(~finite, 0).sum((0, 2)), finite.sum((0, 2)).float()])
-    total, count = pair.repeat_interleave(heads // x.shape[1], dim=1).unbind()
-    return total, count
+    return torch.stack([rms.masked_fill(~finite, 0).sum((0, 2)), finite.sum((0, 2)).float()])
 
 
 def _reduce_rows(source: Source, sums: RowSums, mass: Tensor, padded: Tensor | None) -> dict[str, Tensor]:
@@ -322,17 +325,14 @@ def _without_sinks(source: Source, sums: RowSums, mass: Tensor, live: Tensor, we
     `weight` `(B, H, R)` turns a sum relative to the row's peak into probability.
     """
     measured = live.sum(-1, keepdim=True).clamp(min=1)
-    largest, index = (mass / measured).topk(min(MAX_SINKS, mass.shape[-1]), dim=-1)  # (B, H, C)
-    logits = source.columns(index)  # (B, H, R, C)
-    drop = ((largest > SINK_MASS) & (index > 0)).unsqueeze(2) & (logits > EMPTY)
-    t = (logits - sums.peak.unsqueeze(-1)).clamp(max=0)
-    # a sink that is the row's peak must cancel exactly, whatever rounding recomputing its logit brings
-    t = t.masked_fill(t > -1e-6 * (1 + sums.peak.abs().unsqueeze(-1)), 0)
-    e = torch.where(drop, t.exp(), 0)
-    z = sums.z - e.sum(-1)
-    zt = sums.zt - (e * t.clamp(min=EMPTY)).sum(-1)
+    largest, index = (mass / measured).topk(min(MAX_SINKS, mass.shape[-1]), dim=-1)  # (B, H, C), heaviest first
+    if may_look(mass):  # as a rule there is none but key 0, and no logit to compute again
+        sinks = int((largest > SINK_MASS).sum(-1).amax())
+        largest, index = largest[..., :sinks], index[..., :sinks]
+    z, zt, keys = sums.z, sums.zt, sums.seen - (sums.first > EMPTY).float()
+    if index.shape[-1]:
+        z, zt, keys = _subtract(source.columns(index), largest > SINK_MASS, index, sums.peak, (z, zt, keys))
     left = (z * weight).clamp(0, 1)  # probability that is not on sinks
-    keys = sums.seen - (sums.first > EMPTY).float() - drop.sum(-1)
     share = ((z.log() - zt / z) / keys.log()).clamp(0, 1)
     kept = live & (left >= MIN_ROW_LEFT) & (keys >= 2)
     many = kept & (keys >= MANY_KEYS)
@@ -343,3 +343,16 @@ def _without_sinks(source: Source, sums: RowSums, mass: Tensor, live: Tensor, we
         "kept_16": many,
         "corrected_16": torch.where(many, share, 0),
     }
+
+
+def _subtract(
+    logits: Tensor, sinks: Tensor, index: Tensor, peak: Tensor, sums: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`sums` (z, zt and the number of keys, each `(B, H, R)`) without the sink keys, logits `(B, H, R, C)`."""
+    drop = (sinks & (index > 0)).unsqueeze(2) & (logits > EMPTY)
+    t = (logits - peak.unsqueeze(-1)).clamp(max=0)
+    # a sink that is the row's peak must cancel exactly, whatever rounding recomputing its logit brings
+    t = t.masked_fill(t > -1e-6 * (1 + peak.abs().unsqueeze(-1)), 0)
+    e = torch.where(drop, t.exp(), 0)
+    z, zt, keys = sums
+    return z - e.sum(-1), zt - (e * t.clamp(min=EMPTY)).sum(-1), keys - drop.sum(-1)
