@@ -37,7 +37,7 @@ STEPS, PROBE, READ = 300, 10, 5  # steps of a run; between held-out probes; betw
 HARM, IN_A_ROW = 0.1, 3  # nats above the twin, on so many probes in a row
 SEEDS = {"tune": (0, 1), "held-out": (2, 3)}
 GRID: dict[tuple[str, str], tuple[float, ...]] = {
-    ("rope-gpt", "adamw"): (1e-3, 3e-3, 1e-2, 3e-2, 1e-1),
+    ("rope-gpt", "adamw"): (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1),
     ("encoder-gpt", "adamw"): (1e-3, 3e-3, 1e-2, 3e-2),
     ("vit", "adamw"): (1e-3, 3e-3, 1e-2, 3e-2),
     ("rope-gpt", "adamw-wd"): (3e-3, 1e-2, 3e-2),
@@ -76,6 +76,7 @@ class Run:
         self.optimizers = optimizers(self.model, optimizer, lr)
         self.schedulers = [torch.optim.lr_scheduler.LambdaLR(o, schedule) for o in self.optimizers]
         self.probes: list[float] = []
+        self.losses: list[float] = []
 
     def normed(self, **options: Any) -> Any:
         """Patch now, and train the gains; returns the report."""
@@ -119,6 +120,7 @@ class Run:
             loss = self.task.loss(self.model, next(self.batches))
             if monitor is not None:
                 monitor.end_forward()
+            self.losses.append(round(float(loss.detach()), 4))
             loss.backward()
             nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True):
@@ -159,7 +161,8 @@ def labelled(key: dict[str, Any]) -> dict[str, Any]:
     run = Run(task, key["optimizer"], key["lr"], key["seed"])
     readings = [[pack(r) for r in found] for _, found in run.steps(run.monitor()) if found]
     harm = harm_step(run.probes, twin.probes)
-    return {**key, "probes": run.probes, "twin": twin.probes, "harm": harm, "readings": readings}
+    figures = {"probes": run.probes, "twin": twin.probes, "losses": run.losses, "readings": readings}
+    return {**key, "harm": harm, **figures}
 
 
 def runs(results: Results) -> None:

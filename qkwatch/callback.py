@@ -12,9 +12,9 @@ from qkwatch import checkpoints, trainers
 from qkwatch.adopt import adopt_
 from qkwatch.errors import QKWatchError
 from qkwatch.guard import Guard, guarded, text_of
-from qkwatch.midrun import Retrofit, patch_, set_ramp
+from qkwatch.intervene import Intervention
+from qkwatch.midrun import Retrofit
 from qkwatch.monitor import Monitor
-from qkwatch.norms import Variant, get_variant
 from qkwatch.options import check_options
 from qkwatch.panels import Panels
 from qkwatch.progress import Progress
@@ -24,6 +24,7 @@ from qkwatch.retrofit import RetrofitReport, patched_sites
 from qkwatch.rules import Alert, Level, Thresholds
 from qkwatch.sites import Site
 from qkwatch.stats import Reading
+from qkwatch.variants import CLIP, Variant, get_variant
 
 HISTORY = 128  # steps of readings kept in `QKWatch.history`
 
@@ -39,10 +40,15 @@ class QKWatch(Guard, *trainers.callback_bases()):  # type: ignore[misc]
         every_n_steps: optimizer steps between readings.
         retrofit: "off"; "auto": at the first WARN or worse, every watched site that can be patched; "now": after
             the first training batch.
-        variant: a preset's name or a `Variant`.
-        cap: the largest logit a calibrated gain may start at.
+        variant: a preset's name or a `Variant`; or "qkclip", which adds nothing to the model: from the retrofit on, it
+            shrinks the projection weights of each head whose reading is above the cap (`QKClip`).
+        cap: the largest logit a calibrated gain may start at, or a head may have under "qkclip".
         max_gain: the ceiling a learned gain can never pass; None for none.
         ramp_steps: above 0: pass from the old function, exactly, to the normed one over so many steps.
+        budget: how far the training loss may lie above its forecast from before a retrofit, on the mean over the next
+            `budget_steps` batches; beyond that it is taken back: weights and optimizer state as at the retrofit (a copy
+            is kept in host memory until then), schedulers going on. None: no copy, and no way back.
+        budget_steps: batches to compare, counted from the retrofit or the end of its ramp.
         thresholds: every constant of the alert rules.
         layers: glob or globs over module names; a leading "!" excludes.
         rows: query rows per site and reading: "all", "auto" (exact where it is cheap beside the layer) or a number.
@@ -72,6 +78,8 @@ class QKWatch(Guard, *trainers.callback_bases()):  # type: ignore[misc]
         cap: float = 20.0,
         max_gain: float | None = 100.0,
         ramp_steps: int = 0,
+        budget: float | None = None,
+        budget_steps: int = 20,
         thresholds: Thresholds | None = None,
         layers: str | Sequence[str] | None = None,
         rows: int | str = "auto",
@@ -79,8 +87,10 @@ class QKWatch(Guard, *trainers.callback_bases()):  # type: ignore[misc]
         on_error: Literal["warn", "raise"] = "warn",
     ):
         super().__init__()
-        self.every_n_steps, self.retrofit, self.variant = every_n_steps, retrofit, get_variant(variant)
+        self.every_n_steps, self.retrofit = every_n_steps, retrofit
+        self.variant = CLIP if variant == CLIP else get_variant(variant)
         self.cap, self.max_gain, self.ramp_steps = cap, max_gain, ramp_steps
+        self.budget, self.budget_steps = budget, budget_steps
         self.thresholds, self.layers, self.rows = thresholds or Thresholds(), layers, rows
         self.console, self.on_error = console, on_error
         check_options(self)
@@ -91,11 +101,15 @@ class QKWatch(Guard, *trainers.callback_bases()):  # type: ignore[misc]
         self._warned: set[str] = set()
         self._saved: dict[str, Any] = {}  # of a checkpoint, until the fit starts
         self._groups: Any = None  # likewise
-        self._new: list[torch.nn.Parameter] = []  # born after the strategy wrapped the model
+        self._intervention = self._fresh()
         self._step = 0  # when the batch began
         self.readings: list[Reading] = []
         self.history: deque[tuple[int, list[Reading]]] = deque(maxlen=HISTORY)
         self._run = Progress()
+
+    def _fresh(self) -> Intervention:
+        options = self.variant, self.cap, self.max_gain, self.ramp_steps, self.budget, self.budget_steps
+        return Intervention(*options)
 
     @property
     def state_key(self) -> str:
@@ -145,7 +159,7 @@ class QKWatch(Guard, *trainers.callback_bases()):  # type: ignore[misc]
             on_unseen=self._unseen,
             ranks=trainers.ranks(trainer),
         )
-        self._stood_down, self._new, self._warned = False, [], set()
+        self._stood_down, self._warned, self._intervention = False, set(), self._fresh()
         if before is not None:
             self._monitor.rules, self._monitor.last_measured = before.rules, before.last_measured
         groups, self._groups = self._groups, None
@@ -180,7 +194,7 @@ class QKWatch(Guard, *trainers.callback_bases()):  # type: ignore[misc]
             self._monitor.begin(step, keep_calls=True)
         elif self._monitor.due(step):
             self._monitor.begin(step)
-        self._ramp(pl_module, step)
+        self._intervention.ramp(pl_module, self._run, step)
 
     @guarded
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:
@@ -189,8 +203,8 @@ class QKWatch(Guard, *trainers.callback_bases()):  # type: ignore[misc]
             self._monitor.end_forward()
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        if self._new:
-            average_gradients(self._new)
+        if self._intervention.new:
+            average_gradients(self._intervention.new)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         # guarded one by one: a rank on which the first fails still has to take part in what is collective of the rest
@@ -205,7 +219,9 @@ class QKWatch(Guard, *trainers.callback_bases()):  # type: ignore[misc]
         readings, alerts = self._monitor.collect(self._step)
         if readings:
             self._take(trainer, pl_module, readings, alerts)
-        self._run.note_loss(lambda: trainers.loss_of(outputs), self._step)
+        loss = trainers.loss_of(outputs)
+        self._run.note_loss(lambda: None if loss is None else float(loss), self._step)
+        self._intervention.note_loss(self._step, loss)
         if self._monitor.empty and self._first_time("empty"):
             self._say(trainer, "qkwatch: no softmax attention ran in this model's forward pass: nothing to watch")
 
@@ -219,6 +235,13 @@ class QKWatch(Guard, *trainers.callback_bases()):  # type: ignore[misc]
         # patched once something has run while its inputs were kept
         if run.pending is not None and not run.decided and run.steps != self._step and monitor.sites and monitor.kept:
             self._patch(trainer, pl_module)
+        if run.clipping and self.variant == CLIP and self.history and self.history[-1][0] == self._step:
+            clipped = self._intervention.clip_heads(trainer, monitor, self.readings)
+            trainers.log(pl_module, {"qkwatch/clipped_heads": float(clipped)})
+        alert = self._intervention.judge(trainer, pl_module, monitor, run, self._step)
+        if alert is not None:
+            run.alerts.append(alert)
+            self._tell(trainer, [alert])
         if run.pending is None:
             monitor.drop_calls()
 
@@ -233,45 +256,34 @@ class QKWatch(Guard, *trainers.callback_bases()):  # type: ignore[misc]
         trainers.log(pl_module, trainers.aggregates(readings, alerts))
         if self._panels is not None:
             self._panels.readings(readings, self._step)
-            if alerts:
-                self._panels.alerts(alerts, self._step)
-        for alert in loud:
-            self._say(trainer, alert_text(alert))
+        self._tell(trainer, alerts)
         if loud:
             self._say(trainer, reading_table(readings, title=f"attention at step {self._step}", most=8))
+
+    def _tell(self, trainer: Any, alerts: list[Alert]) -> None:
+        if self._panels is not None and alerts:
+            self._panels.alerts(alerts, self._step)
+        for alert in alerts:
+            if alert.level >= Level.WARN:
+                self._say(trainer, alert_text(alert))
 
     # -- the retrofit ---------------------------------------------------------------------------------------
 
     def _patch(self, trainer: Any, pl_module: Any) -> None:
         assert self._monitor is not None
-        sites, new = self._monitor.sites, list[torch.nn.Parameter]()
         self._run.decided, self._run.pending = True, None
         try:
-            report, new = patch_(trainer, pl_module, sites, self._monitor.ranks, self.variant, self.cap, self.max_gain)
+            report = self._intervention.make(trainer, pl_module, self._monitor, self._run, self._step)
         except Exception as fault:
             if self.on_error == "raise":
                 raise
             self._warn_once("retrofit", f"the retrofit failed ({text_of(fault)}): the model is as before, and watched")
-            report = RetrofitReport(refused={site.name: text_of(fault) for site in sites})
-        if report.applied:
-            self._new += new if self._monitor.ranks.size > 1 else []
-            self._monitor.rules.forget(report.applied)
-            self._monitor.reset_sites()
-            self._run.ramp_from = self._step if self.ramp_steps else None
-            self._ramp(pl_module, self._step)
+            report = RetrofitReport(refused={site.name: text_of(fault) for site in self._monitor.sites})
         self.retrofits.append(Retrofit(self._step, report, loss_before=self._run.loss))
         text = retrofit_text(report)
         self._say(trainer, text)
         if self._panels is not None:
             self._panels.retrofit(text.plain, self._step)
-
-    def _ramp(self, pl_module: Any, step: int) -> None:
-        if self._run.ramp_from is None:
-            return
-        alpha = (step - self._run.ramp_from) / self.ramp_steps if self.ramp_steps else 1.0
-        if alpha >= 1.0:
-            self._run.ramp_from = None
-        set_ramp(pl_module, alpha if alpha < 1.0 else None)
 
     # -- afterwards -----------------------------------------------------------------------------------------
 

@@ -1,14 +1,15 @@
 """QK-Clip: shrink the projections of heads whose logits pass a bound. Weights only, no new parameter.
 
 Kimi K2 (arXiv 2507.20534), section 2.1: after a step in which head h reached S_h > tau, its part of W_q and W_k is
-multiplied by sqrt(tau / S_h) each. Where several query heads share a key head, the key is left alone and the query
-takes the whole factor, as K2 does with the key parts that its heads share.
+multiplied by sqrt(tau / S_h) each. Where query heads share a key head, or the keys cannot be told head by head
+(latent attention), the keys are left alone and the query takes the whole factor, as K2 does with shared key parts.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,8 +20,7 @@ from qkwatch.layout import Channels
 from qkwatch.probe import Refusal, Tap, isolated, replay
 from qkwatch.sites import Site
 from qkwatch.stats import Reading
-
-NAME = "qkclip"
+from qkwatch.trace import find_query_tap
 
 
 @dataclass
@@ -64,18 +64,23 @@ class QKClip:
             raise QKWatchError(f"the clipping bound must be positive, got {tau!r}")
         self.tau = tau
         self.refused: dict[str, str] = {}
-        self._sites: dict[str, tuple[Site, _Rows, _Rows | None]] = {}
+        self._sites: dict[str, tuple[_Rows, _Rows | None]] = {}
+        owners = Counter(module for site in sites for module in {id(tap.module) for tap in site.taps or ()})
         for site in sites:
             try:
-                q, k = _rows_of(site)
+                if any(owners[id(tap.module)] > 1 for tap in site.taps or ()):
+                    raise Refusal("it shares a projection with another site, whose heads would shrink too")
+                self._sites[site.name] = _rows_of(site)
             except Refusal as refusal:
                 self.refused[site.name] = refusal.reason
-                continue
-            self._sites[site.name] = (site, q, k if site.k_heads == site.q_heads else None)
 
     @property
     def applied(self) -> list[str]:
         return list(self._sites)
+
+    def keep(self, names: Collection[str]) -> None:
+        """Clip no other sites than these from now on."""
+        self._sites = {name: rows for name, rows in self._sites.items() if name in names}
 
     def clip_(self, readings: Iterable[Reading]) -> dict[str, list[int]]:
         """Shrink the weights of every head whose reading is above tau; returns site -> heads that were clipped."""
@@ -84,7 +89,7 @@ class QKClip:
             entry = self._sites.get(reading.site)
             if entry is None:
                 continue
-            _, q, k = entry
+            q, k = entry
             largest = reading.max_logit
             above = torch.isfinite(largest) & (largest > self.tau)
             if not bool(above.any()):
@@ -97,18 +102,34 @@ class QKClip:
         return clipped
 
 
-def _rows_of(site: Site) -> tuple[_Rows, _Rows]:
+def _rows_of(site: Site) -> tuple[_Rows, _Rows | None]:
+    """What to shrink for queries and for keys (None: leave them alone)."""
     if site.normed:
         raise Refusal("its queries and keys are normed: shrinking the projections would change nothing")
     if isinstance(site.module, nn.MultiheadAttention):
         return _rows_of_mha(site.module)
-    if site.taps is None or site.call is None:
-        raise Refusal(site.reason or "its projections are not known")
+    if site.call is None:
+        raise Refusal(site.reason or "the inputs of its forward are not known")
+    own_keys = site.taps is not None and site.k_heads == site.q_heads
+    taps = site.taps if own_keys and site.taps else [site.taps[0] if site.taps else _query_tap(site)]
     found: dict[nn.Module, tuple[Tensor, Tensor]] = {}
-    for tap in site.taps:
+    for tap in taps:
         _catch(site, tap, found)
-    q, k = (_rows_of_tap(tap, *found[tap.module]) for tap in site.taps)
-    return q, k
+    rows = [_rows_of_tap(tap, *found[tap.module]) for tap in taps]
+    return rows[0], rows[1] if own_keys else None
+
+
+def _query_tap(site: Site) -> Tap:
+    assert site.call is not None
+    try:
+        tap = find_query_tap(site.module, site.call)
+    except Refusal:
+        raise
+    except Exception as error:
+        raise Refusal(f"its queries could not be followed ({type(error).__name__}: {error})") from error
+    if tap.channels.heads != site.q_heads or tap.normed:
+        raise Refusal(site.reason or "the projection of its queries is not known")
+    return tap
 
 
 def _catch(site: Site, tap: Tap, found: dict[nn.Module, tuple[Tensor, Tensor]]) -> None:

@@ -10,11 +10,13 @@ from torch import nn
 
 from qkwatch import trainers
 from qkwatch.adopt import adopt_, unchanged_on_error
+from qkwatch.clip import QKClip
 from qkwatch.modules import named_modules
 from qkwatch.norms import QKNorm, Variant
+from qkwatch.optim import remove_parameters
 from qkwatch.plan import RetrofitPlan
 from qkwatch.ranks import Broken, Ranks
-from qkwatch.retrofit import RetrofitReport, patched_sites, retrofit_, uninstall
+from qkwatch.retrofit import RetrofitReport, norm_parameters, patched_sites, retrofit_, uninstall
 from qkwatch.sites import Site
 
 
@@ -26,6 +28,7 @@ class Retrofit:
     report: RetrofitReport
     loss_before: float | None = None
     loss_after: float | None = None
+    undone: int | None = None  # the step after which it was taken back: over budget
 
 
 def patch_(
@@ -91,6 +94,34 @@ def _decide(
         report = retrofit_(pl_module, plan=RetrofitPlan.from_dict(plan))
         report.refused, report.drift = refused, drift
     return report
+
+
+def clip_for(trainer: Any, sites: Sequence[Site], ranks: Ranks, tau: float) -> tuple[QKClip, RetrofitReport]:
+    """QK-clip for the sites that every rank can clip. Nothing is shrunk yet."""
+    refusal = trainers.refuses_patches(trainer)
+    clip, fault = QKClip([], tau), None
+    try:
+        clip = QKClip(sites if refusal is None else [], tau)
+    except Exception as error:
+        fault = error
+    ranks.agree(fault)
+    refused = clip.refused if refusal is None else {site.name: refusal for site in sites}
+    if ranks.size > 1:
+        everywhere = set.intersection(*map(set, ranks.gather_objects(clip.applied)))
+        refused |= {name: "another rank could not clip it" for name in clip.applied if name not in everywhere}
+        clip.keep(everywhere)
+    return clip, RetrofitReport(list(clip.applied), refused, clip=True)
+
+
+def take_back_(trainer: Any, pl_module: nn.Module, report: RetrofitReport) -> None:
+    """Uninstall what a retrofit installed, in the model, its averages, the optimizers and the schedulers."""
+    if report.clip:
+        return
+    gains = [p for name, p in norm_parameters(pl_module) if name.rsplit(".qk_norm.", 1)[0] in report.applied]
+    for model in [pl_module, *trainers.averaged_models(trainer)]:
+        for name in report.applied:
+            uninstall(model, name)
+    remove_parameters(trainer.optimizers, gains, trainers.schedulers(trainer))
 
 
 def set_ramp(model: nn.Module, alpha: float | None) -> None:

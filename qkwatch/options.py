@@ -7,6 +7,7 @@ from typing import Any
 
 from qkwatch.errors import QKWatchError, unknown
 from qkwatch.rules import Thresholds
+from qkwatch.variants import CLIP
 
 
 def check_options(watch: Any) -> None:
@@ -14,7 +15,7 @@ def check_options(watch: Any) -> None:
     for name, known in (("retrofit", ("off", "auto", "now")), ("on_error", ("warn", "raise"))):
         if getattr(watch, name) not in known:
             raise unknown(f"QKWatch {name}", getattr(watch, name), known)
-    for name, least in (("every_n_steps", 1), ("ramp_steps", 0)):
+    for name, least in (("every_n_steps", 1), ("ramp_steps", 0), ("budget_steps", 1)):
         if not _whole(getattr(watch, name), least):
             raise QKWatchError(
                 f"QKWatch {name} must be a whole number of at least {least}, got {getattr(watch, name)!r}"
@@ -23,8 +24,12 @@ def check_options(watch: Any) -> None:
         raise QKWatchError(f'QKWatch rows must be "all", "auto" or a whole number of at least 1, got {watch.rows!r}')
     if not _positive(watch.cap):
         raise QKWatchError(f"QKWatch cap must be a positive number, got {watch.cap!r}")
+    if watch.variant == CLIP and watch.ramp_steps:
+        raise QKWatchError(f"QKWatch ramp_steps must be 0 with variant {CLIP!r}: it has no normed function to pass to")
     if watch.max_gain is not None and not _positive(watch.max_gain):
         raise QKWatchError(f"QKWatch max_gain must be a positive number or None, got {watch.max_gain!r}")
+    if watch.budget is not None and not _positive(watch.budget):
+        raise QKWatchError(f"QKWatch budget must be a positive number or None, got {watch.budget!r}")
     if not isinstance(watch.thresholds, Thresholds):
         raise QKWatchError(f"QKWatch thresholds must be a Thresholds, got {type(watch.thresholds).__name__}")
     patterns = [watch.layers] if isinstance(watch.layers, str) or watch.layers is None else list(watch.layers)

@@ -24,6 +24,7 @@ class Progress:
         pending: why a retrofit is due; None where none is.
         decided: a retrofit was made, or refused for every site.
         ramp_from: the step at which a ramp began; None where none is under way.
+        clipping: QK-clip is in force.
         loss: the training loss last seen around a retrofit.
     """
 
@@ -35,6 +36,7 @@ class Progress:
     pending: str | None = None
     decided: bool = False
     ramp_from: int | None = None
+    clipping: bool = False
     loss: float | None = None
 
     def note_loss(self, loss: Any, step: int) -> None:
@@ -53,15 +55,14 @@ class Progress:
 
     def start(self, patched: bool) -> None:
         """A fit begins, on a model that is patched or not: one whose patches were loaded away may get new ones."""
-        applied = any(entry.report.applied for entry in self.retrofits)
-        self.decided = patched or (self.decided and not applied)
+        applied = any(entry.report.applied and entry.undone is None for entry in self.retrofits)
+        self.decided = patched or self.clipping or (self.decided and not applied)
 
     def state_dict(self) -> dict[str, Any]:
         """Primitives only: checkpoints are read with ``weights_only=True``."""
         alerts = [_to_list(alert) for alert in self.alerts]
-        state = {
-            name: getattr(self, name) for name in ("steps", "counted_at", "measured", "pending", "decided", "ramp_from")
-        }
+        kept = ("steps", "counted_at", "measured", "pending", "decided", "ramp_from", "clipping")
+        state = {name: getattr(self, name) for name in kept}
         return {**state, "alerts": alerts}
 
     @classmethod

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from qkwatch.clip import QKClip
 from qkwatch.errors import QKWatchError
 from qkwatch.mha import QKNormMultiheadAttention
 from qkwatch.modules import clean_name, named_modules
@@ -29,7 +30,8 @@ from qkwatch.surgery import (
     uninstall,
 )
 from qkwatch.taps import parts_of
-from qkwatch.verify import Verified, calibrate_and_verify
+from qkwatch.variants import CLIP
+from qkwatch.verify import Verified, calibrate_and_verify, output_of, relative_change
 
 __all__ = [
     "CHILD",
@@ -56,12 +58,14 @@ class RetrofitReport:
         drift: site name -> relative change of the site's output on the batch at hand,
             ||new - old|| / ||old||; empty where a plan was applied unseen.
         plan: what was done, as data.
+        clip: it was QK-clip: `applied` are the sites whose weights it can shrink, and there is no plan.
     """
 
     applied: list[str] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     drift: dict[str, float] = field(default_factory=dict)
     plan: RetrofitPlan = field(default_factory=RetrofitPlan)
+    clip: bool = False
 
 
 def retrofit_(
@@ -84,7 +88,8 @@ def retrofit_(
     Args:
         model: the model that holds the sites.
         sites: from `find_sites` (or `QKWatch`); those that are not retrofittable are refused with their reason.
-        variant: a preset's name or a `Variant`.
+        variant: a preset's name or a `Variant`; or "qkclip", which adds nothing to the model and cannot be undone:
+            it shrinks, once, the projection weights of each head whose reading is above the cap (`QKClip`).
         cap: the largest logit a calibrated gain may start at.
         max_gain: the ceiling a learned gain can never pass; None for none.
         calibrate: start the gains from the measured RMS of q and k, so that the function is kept as far as the
@@ -102,6 +107,8 @@ def retrofit_(
         raise QKWatchError(f"cap must be positive and finite, got {cap!r}")
     if max_gain is not None and not max_gain > 0:
         raise QKWatchError(f"max_gain must be positive or None, got {max_gain!r}")
+    if variant == CLIP:
+        return _clip(model, sites, cap)
     chosen, report, plans = get_variant(variant), RetrofitReport(), []
     names = {id(module): name for name, module in reversed(named_modules(model).items())}
     shared = _shared_taps(sites)
@@ -133,6 +140,18 @@ def _patch(model: nn.Module, site: Site, draft: SitePlan, cap: float, calibrate:
             raise Refusal(f"patched, its forward fails ({type(error).__name__}: {error})") from error
         norm.set_plan(done.plan.to_dict(gains=False))
     return done
+
+
+def _clip(model: nn.Module, sites: Sequence[Site], cap: float) -> RetrofitReport:
+    """Shrink the weights of the heads whose readings are above the cap."""
+    names = {id(module): name for name, module in reversed(named_modules(model).items())}
+    clip = QKClip(sites, cap)
+    able = [site for site in sites if site.name in clip.applied]
+    before = [output_of(site) for site in able]
+    clip.clip_([site.reading for site in able if site.reading is not None])
+    drifts = [relative_change(old, output_of(site)) for site, old in zip(able, before, strict=True)]
+    named = [names.get(id(site.module), site.name) for site in able]
+    return RetrofitReport(named, clip.refused, dict(zip(named, drifts, strict=True)), clip=True)
 
 
 def undo_(model: nn.Module) -> list[str]:

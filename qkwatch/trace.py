@@ -46,6 +46,23 @@ def find_taps(site: nn.Module, call: Call) -> Taps:
     return taps
 
 
+def find_query_tap(site: nn.Module, call: Call) -> Tap:
+    """The tap of the queries alone, for sites whose keys cannot be told head by head (latent attention).
+
+    Raises:
+        Refusal: the queries do not come from one projection either.
+    """
+    run = replay(site, call, cut=True)
+    if not run.cores:
+        raise Refusal("run again by itself, it computes no attention")
+    core = run.cores[0]
+    with torch.inference_mode(False), torch.enable_grad():
+        queries = core.queries()
+        source = Side(site, queries, run.leaves, "queries").source()
+        channels, _ = _channels(source, "queries", queries, (queries if core.fused else core.rows()).shape[:-2])
+    return Tap(source.leaf.module, channels, is_normed(source.leaf, channels, queries))
+
+
 def _taps_of(site: nn.Module, core: Core, leaves: list[Leaf]) -> Taps:
     sides = [Side(site, tensor, leaves, what) for tensor, what in ((core.queries(), "queries"), (core.keys(), "keys"))]
     try:

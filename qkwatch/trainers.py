@@ -75,10 +75,10 @@ def averaged_models(trainer: Any) -> list[nn.Module]:
     return [model for model in inner if isinstance(model, nn.Module)]
 
 
-def loss_of(outputs: Any) -> float | None:
-    """The loss that a training step returned; None where it returned none."""
+def loss_of(outputs: Any) -> torch.Tensor | None:
+    """The loss that a training step returned, still on its device; None where it returned none."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-    return float(loss.detach()) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
+    return loss.detach() if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
 
 
 def aggregates(readings: Sequence[Reading], alerts: Sequence[Alert]) -> dict[str, float]:

@@ -25,6 +25,8 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "scale": ("keep", "replace", "exp"),
     "side": ("both", "q"),
 }
+CLIP = "qkclip"
+"""Named where a variant is, but no norm: it shrinks weights (`qkwatch.clip`)."""
 GAIN_FLOOR = 1e-3
 """The smallest calibrated gain: a dead head starts small, and can still learn."""
 
@@ -172,8 +174,10 @@ def get_variant(variant: str | Variant) -> Variant:
     """
     if isinstance(variant, Variant):
         return variant
+    if variant == CLIP:
+        raise QKWatchError(f"{CLIP!r} shrinks weights and adds no norm: pass it to QKWatch or retrofit_ by its name")
     if not isinstance(variant, str) or variant not in PRESETS:
-        raise unknown("variant", variant, PRESETS)
+        raise unknown("variant", variant, [*PRESETS, CLIP])
     return PRESETS[variant]
 
 

@@ -80,8 +80,18 @@ def calibrate_and_verify(site: Site, draft: SitePlan, *, cap: float, calibrate: 
         plan = replace(plan, gains={key: value.tolist() for key, value in gains.items()})
     after = _run(site, site.call, measured=True)
     _check_bound(norm, _run_grown(site, norm), (q_ratio, k_ratio))
-    size = before.output.norm().clamp_min(1e-30)
-    return Verified(plan, float((after.output - before.output).norm() / size))
+    return Verified(plan, relative_change(before.output, after.output))
+
+
+def output_of(site: Site) -> Tensor:
+    """What the site returns on the inputs that found it, float32."""
+    assert site.call is not None
+    return _output(replay(site.module, site.call, on_core=lambda core: None).output)
+
+
+def relative_change(before: Tensor, after: Tensor) -> float:
+    """||after - before|| / ||before||."""
+    return float((after - before).norm() / before.norm().clamp_min(1e-30))
 
 
 # -- runs ---------------------------------------------------------------------------------------------------

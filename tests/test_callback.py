@@ -477,7 +477,7 @@ FAULTS: dict[str, tuple[str, str]] = {
     "panels": ("qkwatch.panels.Panels.readings", "stands down"),
     "metrics": ("qkwatch.trainers.log", "stands down"),
     "attaching": ("qkwatch.monitor.Monitor._attach", "stands down"),
-    "right after attaching": ("qkwatch.callback.QKWatch._ramp", "stands down"),
+    "right after attaching": ("qkwatch.intervene.Intervention.ramp", "stands down"),
     "keeping inputs": ("qkwatch.scout.Call.of", "measurement"),
     "summary": ("qkwatch.callback.summary", "stands down"),
 }

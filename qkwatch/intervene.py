@@ -1,0 +1,110 @@
+"""What the callback does to a model in training: patch or clip, ramp, compare with the forecast, take back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from qkwatch.clip import QKClip
+from qkwatch.midrun import clip_for, patch_, set_ramp, take_back_
+from qkwatch.monitor import Monitor
+from qkwatch.progress import Progress
+from qkwatch.retrofit import RetrofitReport
+from qkwatch.rules import ALL_SITES, Alert, Level
+from qkwatch.variants import Variant
+from qkwatch.wayback import LossLine, Snapshot
+
+
+class Intervention:
+    """One run's retrofit, from the step on which it is made.
+
+    Args:
+        variant: a `Variant`, or "qkclip".
+        cap, max_gain, ramp_steps, budget, budget_steps: as `QKWatch` has them.
+
+    Attributes:
+        new: parameters born after the strategy wrapped the model; their gradients are averaged over ranks by hand.
+    """
+
+    def __init__(
+        self,
+        variant: Variant | str,
+        cap: float,
+        max_gain: float | None,
+        ramp_steps: int,
+        budget: float | None,
+        budget_steps: int,
+    ):
+        self.variant, self.cap, self.max_gain, self.ramp_steps = variant, cap, max_gain, ramp_steps
+        self.budget, self.budget_steps = budget, budget_steps
+        self.new: list[nn.Parameter] = []
+        self._clip: QKClip | None = None
+        self._line = LossLine()
+        self._snapshot: Snapshot | None = None
+
+    def note_loss(self, step: int, loss: Tensor | None) -> None:
+        """A training loss, for the forecast: while there is a budget, and nothing was judged yet."""
+        if self.budget is not None and (self._line.turned is None or self._snapshot is not None):
+            self._line.note(step, loss)
+
+    def make(self, trainer: Any, model: nn.Module, monitor: Monitor, run: Progress, step: int) -> RetrofitReport:
+        """Patch the watched sites, or put them under QK-clip. All or nothing."""
+        snapshot = None if self.budget is None else Snapshot(model, trainer.optimizers)
+        new: Sequence[nn.Parameter] = ()
+        if isinstance(self.variant, str):
+            self._clip, report = clip_for(trainer, monitor.sites, monitor.ranks, self.cap)
+        else:
+            options = (self.variant, self.cap, self.max_gain)
+            report, new = patch_(trainer, model, monitor.sites, monitor.ranks, *options)
+        if report.applied:
+            self._snapshot, self._line.turned = snapshot, step + self.ramp_steps
+            self.new += new if monitor.ranks.size > 1 else []
+            monitor.rules.forget(report.applied)
+            run.clipping = report.clip
+            if not report.clip:
+                monitor.reset_sites()
+                run.ramp_from = step if self.ramp_steps else None
+                self.ramp(model, run, step)
+        return report
+
+    def ramp(self, model: nn.Module, run: Progress, step: int) -> None:
+        """How far the patches have come at this step of a ramp."""
+        if run.ramp_from is None:
+            return
+        alpha = (step - run.ramp_from) / self.ramp_steps if self.ramp_steps else 1.0
+        if alpha >= 1.0:
+            run.ramp_from = None
+        set_ramp(model, alpha if alpha < 1.0 else None)
+
+    def clip_heads(self, trainer: Any, monitor: Monitor, readings: Sequence[Any]) -> int:
+        """QK-clip: shrink what these readings ask for; returns the number of heads.
+
+        After a resume its weights are looked up once more, on the first measured step.
+        """
+        if self._clip is None:
+            self._clip, _ = clip_for(trainer, monitor.sites, monitor.ranks, self.cap)
+        return sum(map(len, self._clip.clip_(readings).values()))
+
+    def judge(self, trainer: Any, model: nn.Module, monitor: Monitor, run: Progress, step: int) -> Alert | None:
+        """When enough losses have come in after a retrofit: is it within budget? If not, it is taken back."""
+        if self._snapshot is None or self.budget is None or self._line.seen < self.budget_steps:
+            return None
+        snapshot, self._snapshot = self._snapshot, None
+        table = self._line.table()
+        found = self._line.excess(monitor.ranks.gather(table).mean(0))
+        if found is None or found[0] <= max(self.budget, found[1]):
+            return None
+        entry = run.retrofits[-1]
+        take_back_(trainer, model, entry.report)
+        snapshot.put_back(trainer.optimizers)
+        entry.undone = step
+        self.new, self._clip, run.clipping, run.ramp_from = [], None, False, None
+        monitor.rules.forget(entry.report.applied)
+        monitor.reset_sites()
+        message = (
+            f"over the last {self.budget_steps} batches the loss was {found[0]:.3g} above its forecast from before the "
+            f"retrofit of step {entry.step:,} (budget {self.budget:g}): taken back, weights and optimizer state as then"
+        )
+        return Alert(Level.WARN, step, ALL_SITES, (), "budget", message)
