@@ -29,7 +29,7 @@ class Thresholds:
 
     Args:
         info_logit: a head's largest |logit| above it is an INFO. Gemma 2 soft-caps logits at 50.
-        early_logit: above it and rising is a WARN. Never fired on the healthy runs measured for this project.
+        early_logit: above it, and grown by `early_margin` within `patience` readings, is a WARN.
         warn_logit: above it, and rising or with `over_100_share`, is a WARN. Kimi K2 clips at
             100 (2507.20534).
         critical_logit: above it on `critical_readings` readings in a row is CRITICAL. 1e3 degrades the loss
@@ -39,19 +39,24 @@ class Thresholds:
             (2502.16982).
         double_logit: a max above it that doubled within `double_within` steps is a WARN.
         double_within: optimizer steps.
-        collapsed_entropy: a head is collapsed below this sink-corrected normalised entropy (0..1).
+        collapsed_entropy: a head is collapsed below this sink-corrected normalised entropy (0..1),
+        collapsed_logit: and with a largest |logit| above this. Sharp heads with smaller logits are at work: half of a
+            layer's were that sharp in every healthy run at the highest healthy LR of `examples/study.py`.
         warn_collapsed_share: share (0..1) of the non-sink heads, of a layer or of all, that must be collapsed
-            while RMS(q)·RMS(k) rises. Healthy runs measured for this project never reached 25 %.
+            while RMS(q)·RMS(k) rises.
         critical_collapsed_share: the same for CRITICAL.
         sink_mass: a head with at least this mean mass (0..1) on its sink keys is labelled a sink.
         patience: readings over which a trend must show; also calm readings in a row that end an alert.
         critical_readings: readings in a row for `critical_logit`.
         window: entries kept per time scale. Trends and forecasts see no more than these.
         rise_margin: smallest relative growth that counts as rising (0.2 is 20 %).
-        early_margin: the same for `early_logit`, where noise alone must not do: at 0.2, steady logits near 65 with
-            10 % correlated noise raised a false WARN in 88 % of heads within 300 readings; at 0.5 in none.
+        early_margin: relative growth for `early_logit` (1.0 is a doubling). Healthy runs passed 50 too, slowly.
         rise_sigmas: growth must also exceed so many times the noise of one reading (robust, of log values).
         rise_noise: noise (log units) assumed at `patience` readings; it fades as readings come in.
+        broad_norms: a rising or doubling logit counts only with RMS(q)·RMS(k) grown by this (0.2 is 20 %) over the
+            same readings, or with the entropy fallen: a single entry may spike above 100 and decay by itself
+            (2502.16982).
+        broad_entropy: fall of the sink-corrected normalised entropy (0..1) that does as well.
         forecast_horizon: nothing is forecast further ahead than so many times the span that was fitted.
         repeat_after: readings between two alerts of one rule and site whose only news is that heads joined.
 
@@ -68,9 +73,10 @@ class Thresholds:
     critical_logit: float = 1e3
     fatal_logit: float = 1e4
     over_100_share: float = 1e-3
-    double_logit: float = 50.0
+    double_logit: float = 100.0
     double_within: int = 100
     collapsed_entropy: float = 0.1
+    collapsed_logit: float = 100.0
     warn_collapsed_share: float = 0.25
     critical_collapsed_share: float = 0.5
     sink_mass: float = 0.95
@@ -78,9 +84,11 @@ class Thresholds:
     critical_readings: int = 2
     window: int = 12
     rise_margin: float = 0.2
-    early_margin: float = 0.5
+    early_margin: float = 1.0
     rise_sigmas: float = 4.0
     rise_noise: float = 0.05
+    broad_norms: float = 0.2
+    broad_entropy: float = 0.05
     forecast_horizon: float = 20.0
     repeat_after: int = 10
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["ALL_SITES", "Alert", "Forecast", "Level", "Rules", "Thresholds"]
 
 _HUGE = 3.4e38  # stands for inf in a history: JSON has no infinity
-_STATE_VERSION = 1
+_STATE_VERSION = 2
 
 
 class _Now(NamedTuple):
@@ -110,6 +110,10 @@ class Rules:
         self._past = {site: past for site, past in self._past.items() if site not in gone}
         self._active = {key: active for key, active in self._active.items() if key[0] not in gone}
 
+    def forecast(self, site: str, head: int, step: int) -> Forecast:
+        """Steps from ``step`` until the head's max logit passes each limit, from the readings taken so far."""
+        return forecast(self._past.get(site, History()), head, step, self.thresholds)
+
     def state_dict(self) -> dict[str, Any]:
         """Lists, dicts, strings, numbers and None only: fits JSON and `torch.load(weights_only=True)`."""
         past = {
@@ -124,6 +128,12 @@ class Rules:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on as the `Rules` that gave this state. Raises QKWatchError for a state of another version."""
+        if state.get("version") == 1:  # rows had no entropy then
+            longer = {
+                site: [count, [[[*row, [None] * len(row[1])] for row in rows] for rows in scales]]
+                for site, (count, scales) in state["past"].items()
+            }
+            state = {**state, "version": _STATE_VERSION, "past": longer}
         if state.get("version") != _STATE_VERSION:
             raise QKWatchError(
                 f"Rules.load_state_dict: state of version {state.get('version')!r}, this qkwatch reads "
@@ -144,7 +154,7 @@ class Rules:
         if last is not None and (last.step > now.step or len(last.top) != len(now.top)):
             self.forget([now.site])  # the run was wound back, or the site was rebuilt with other heads
             past = self._past[now.site] = History()
-        past.push(Row(now.step, now.top, now.rms), self.thresholds.window)
+        past.push(Row(now.step, now.top, now.rms, now.entropy), self.thresholds.window)
         return past
 
     def _news(self, site: str, count: int, findings: list[_Finding]) -> list[_Finding]:
@@ -216,10 +226,11 @@ def _logit_findings(now: _Now, past: History, limits: Thresholds) -> list[_Findi
         lasting = set()
     info, early, warn = over(limits.info_logit), over(limits.early_logit), over(limits.warn_logit)
     critical, fatal, high = over(limits.critical_logit), over(limits.fatal_logit), over(limits.double_logit)
-    rising = {h for h in warn if past.rising("top", h, limits) is not None}
-    coming = {h for h in early if past.rising("top", h, limits, limits.early_margin) is not None}
+    rising = {h for h in warn if past.climbs(h, limits)}
+    coming = {h for h in early if past.leaps(h, limits)}
     shared = {h for h in warn if (now.over_100[h] or 0.0) > limits.over_100_share}
     twice = {h for h in high if doubled([(row.step, row.top[h]) for row in past.scales[0]], limits)}
+    twice = {h for h in twice if past.broad(0, h, limits)}
     bad, top = now.non_finite, "max logit above {:,g}".format
     table: list[tuple[str, Level, set[int], set[int], str]] = [
         ("non_finite", Level.FATAL, bad, bad, "NaN or inf among the logits"),
@@ -234,7 +245,7 @@ def _logit_findings(now: _Now, past: History, limits: Thresholds) -> list[_Findi
             f"more than {limits.over_100_share:.2g} of the logits above 100",
         ),
         ("doubling", Level.WARN, twice, high, f"max logit doubled within {limits.double_within} steps"),
-        ("early", Level.WARN, coming, early, top(limits.early_logit) + " and rising"),
+        ("early", Level.WARN, coming, early, top(limits.early_logit) + " and rising fast"),
         ("max_logit", Level.INFO, info, info, top(limits.info_logit)),
     ]
     return [_Finding("logit", *row) for row in table]
@@ -242,7 +253,8 @@ def _logit_findings(now: _Now, past: History, limits: Thresholds) -> list[_Findi
 
 def _collapse(now: _Now, past: History, limits: Thresholds) -> _Collapse:
     countable = {h: e for h, e in enumerate(now.entropy) if e is not None}
-    collapsed = {h for h, entropy in countable.items() if entropy < limits.collapsed_entropy}
+    sharp = {h for h, entropy in countable.items() if entropy < limits.collapsed_entropy}
+    collapsed = {h for h in sharp if (now.top[h] or 0.0) > limits.collapsed_logit}
     rising = {h for h in collapsed if past.rising("rms", h, limits) is not None}
     return _Collapse(set(countable), collapsed, rising)
 

@@ -33,7 +33,7 @@ def source(tmp_path, monkeypatch):
 
 def test_tiny_run_has_the_promised_form(source, tmp_path, monkeypatch, capsys):
     """Thresholds that any logit passes make the tiny run warn and patch."""
-    eager = Thresholds(info_logit=0.0, early_logit=0.0, double_logit=0.0, double_within=100)
+    eager = Thresholds(info_logit=0.0, early_logit=0.0, early_margin=0.0, broad_norms=0.0)
     seen: dict[str, list[torch.Tensor]] = {}
     inits: dict[str, torch.Tensor] = {}
     current = []
@@ -83,7 +83,9 @@ def test_the_loss_around_the_patch_is_that_of_the_same_held_out_batches(source, 
     make = demo.WatchedPatch.__init__
 
     def now(self, held_out, **options):
-        make(self, held_out, **{**options, "thresholds": Thresholds(early_logit=0.0, double_logit=0.0)})
+        make(
+            self, held_out, **{**options, "thresholds": Thresholds(early_logit=0.0, early_margin=0.0, broad_norms=0.0)}
+        )
 
     monkeypatch.setattr(demo.WatchedPatch, "__init__", now)
     outcome = demo.train_arm("auto", TINY, corpus(), tmp_path, progress=False)
