@@ -72,19 +72,19 @@ def run_all(results: Results) -> None:
 
 
 def act_all(results: Results, half: str) -> None:
-    """At the first WARN of each harmful run; by force on one healthy run of each kind.
+    """At the first WARN of each harmful run; by force on one healthy run of each model.
 
     All actions on the first of the tuning seeds, the finalists on all held-out seeds.
     """
-    forced: set[tuple[str, str]] = set()
+    forced: set[str] = set()
     for row in results.runs(half):
-        kind, at = (row["task"], row["optimizer"]), first_alert(row, Thresholds())
-        if half == "tune" and row["seed"] != SEEDS[half][0]:
+        at = first_alert(row, Thresholds())
+        if half == "tune" and (row["seed"] != SEEDS[half][0] or row["lr"] == 0.2 or row["optimizer"] == "adamw-wd"):
             continue
         if row["harm"] is None:
-            if at is not None or kind in forced or row["lr"] < 3e-3:
+            if at is not None or row["task"] in forced or row["lr"] < 3e-3:
                 continue
-            forced.add(kind)
+            forced.add(row["task"])
             at = FORCED_AT
         elif at is None:
             continue
