@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -22,6 +23,7 @@ from qkwatch.ranks import average_gradients
 from qkwatch.report import alert_text, reading_table, retrofit_text, say, summary
 from qkwatch.retrofit import RetrofitReport, patched_sites
 from qkwatch.rules import Alert, Level, Thresholds
+from qkwatch.sharding import reshard, shards
 from qkwatch.sites import Site
 from qkwatch.stats import Reading
 
@@ -126,6 +128,13 @@ class QKWatch(Guard, *trainers.callback_bases()):  # type: ignore[misc]
         # weight averages that were made before this point are told; later ones copy the hook with the model
         models = [pl_module, *trainers.averaged_models(trainer)]
         self._load_hooks = [checkpoints.follow(model) for model in models]
+        if trainers.loads_by_itself(trainer):
+            self._load_hooks.append(checkpoints.BeforeLoad(trainer.strategy, functools.partial(self._fit_to, trainer)))
+
+    @staticmethod
+    def _fit_to(trainer: Any, *args: Any, **options: Any) -> None:
+        optimizers, schedulers = trainer.optimizers, trainers.schedulers(trainer)
+        checkpoints.fit_sharded(trainer.lightning_module, optimizers, schedulers, *args, **options)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         self._groups = checkpoints.saved_groups(checkpoint)
@@ -165,6 +174,7 @@ class QKWatch(Guard, *trainers.callback_bases()):  # type: ignore[misc]
         self._run.start(patched=bool(patched_sites(pl_module)))
         self._panels = Panels(trainer.loggers if trainer.is_global_zero and not trainer.fast_dev_run else [])
         # of a model that came patched: after the optimizers' state was loaded by index, no sooner
+        reshard(pl_module)
         if trainer.optimizers and trainers.refuses_patches(trainer) is None:
             adopt_(pl_module, trainer.optimizers, trainers.schedulers(trainer))
 
@@ -254,7 +264,8 @@ class QKWatch(Guard, *trainers.callback_bases()):  # type: ignore[misc]
             self._warn_once("retrofit", f"the retrofit failed ({text_of(fault)}): the model is as before, and watched")
             report = RetrofitReport(refused={site.name: text_of(fault) for site in sites})
         if report.applied:
-            self._new += new if self._monitor.ranks.size > 1 else []
+            unknown = self._monitor.ranks.size > 1 and not shards(pl_module)  # to what averages gradients
+            self._new += new if unknown else []
             self._monitor.rules.forget(report.applied)
             self._monitor.reset_sites()
             self._run.ramp_from = self._step if self.ramp_steps else None
@@ -299,6 +310,7 @@ class QKWatch(Guard, *trainers.callback_bases()):  # type: ignore[misc]
         self._unfollow()
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        reshard(pl_module)
         checkpoints.save_groups(checkpoint, pl_module, trainer.optimizers)
 
     def state_dict(self) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,8 @@ from qkwatch.modules import named_modules
 from qkwatch.norms import QKNorm, Variant
 from qkwatch.plan import RetrofitPlan
 from qkwatch.ranks import Broken, Ranks
-from qkwatch.retrofit import RetrofitReport, patched_sites, retrofit_, uninstall
+from qkwatch.retrofit import RetrofitReport, patched_sites, retrofit_, retrofit_each_, uninstall
+from qkwatch.sharding import reshard, shard_norms, shards, unsharded
 from qkwatch.sites import Site
 
 
@@ -45,6 +47,7 @@ def patch_(
     refusal = trainers.refuses_patches(trainer)
     if refusal is not None:
         return RetrofitReport(refused={site.name: refusal for site in sites}), []
+    reshard(pl_module)
     models = [pl_module, *trainers.averaged_models(trainer)]
     before = [set(patched_sites(model)) for model in models]
     schedulers = trainers.schedulers(trainer)
@@ -55,6 +58,7 @@ def patch_(
                 report = _decide(pl_module, sites, ranks, variant, cap, max_gain)
                 for model in models[1:]:
                     retrofit_(model, plan=report.plan)
+                shard_norms(pl_module)
                 if report.applied:
                     new = [p for _, p in adopt_(pl_module, trainer.optimizers, schedulers)]
             except Broken:
@@ -73,24 +77,59 @@ def patch_(
 def _decide(
     pl_module: nn.Module, sites: Sequence[Site], ranks: Ranks, variant: Variant, cap: float, max_gain: float | None
 ) -> RetrofitReport:
-    if ranks.size == 1:
+    report, told, sharded = RetrofitReport(), None, bool(shards(pl_module))
+    if ranks.size == 1 and not sharded:
         return retrofit_(pl_module, sites, variant, cap, max_gain)
-    report, told = RetrofitReport(), None
     if ranks.rank == 0:
         try:
-            report = retrofit_(pl_module, sites, variant, cap, max_gain)
+            if sharded:
+                report = _rehearse(pl_module, sites, ranks, variant, cap, max_gain)
+            else:
+                report = retrofit_(pl_module, sites, variant, cap, max_gain)
             told = (report.refused, report.drift, report.plan.to_dict())
         except Exception as fault:
             ranks.broadcast(None)
             raise fault
+    elif sharded:
+        _attend(pl_module, ranks)
     told = ranks.broadcast(told)
     if told is None:
         return RetrofitReport()  # rank zero failed, and is about to say so
-    if ranks.rank:
+    if ranks.rank or sharded:
         refused, drift, plan = told
         report = retrofit_(pl_module, plan=RetrofitPlan.from_dict(plan))
         report.refused, report.drift = refused, drift
     return report
+
+
+def _rehearse(
+    pl_module: nn.Module, sites: Sequence[Site], ranks: Ranks, variant: Variant, cap: float, max_gain: float | None
+) -> RetrofitReport:
+    """Rank zero patches and verifies a sharded model, and takes it all back: only the plan is wanted.
+
+    The weights of one site at a time are whole, on all ranks, because no rank can gather them alone.
+    """
+
+    @contextlib.contextmanager
+    def around(name: str) -> Iterator[None]:
+        ranks.broadcast(name)
+        with unsharded(pl_module, named_modules(pl_module)[name]):
+            yield
+
+    try:
+        report = retrofit_each_(pl_module, sites, variant, cap, max_gain, around=around)
+    finally:
+        ranks.broadcast(None)
+    for name in report.applied:
+        uninstall(pl_module, name)
+    return report
+
+
+def _attend(pl_module: nn.Module, ranks: Ranks) -> None:
+    """What the other ranks do meanwhile."""
+    while (name := ranks.broadcast(None)) is not None:
+        with unsharded(pl_module, named_modules(pl_module)[name]):
+            pass
 
 
 def set_ramp(model: nn.Module, alpha: float | None) -> None:

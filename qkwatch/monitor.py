@@ -22,6 +22,7 @@ from qkwatch.observe import Observer, readings_of
 from qkwatch.ranks import Broken, Ranks
 from qkwatch.rules import Alert, Rules, Thresholds
 from qkwatch.scout import Scout
+from qkwatch.sharding import shards
 from qkwatch.sites import Site, select
 from qkwatch.stats import COLUMNS, MAXIMA, Packed, Reading, merge
 
@@ -202,12 +203,20 @@ class Monitor:
 
     def _settle(self, scout: Scout | None) -> None:
         """Agree with all ranks on the sites."""
-        found = self._locally(scout.sites) or [] if scout is not None else []
+        together = self._together(scout)
+        found = self._locally(lambda: scout.sites(together)) or [] if scout is not None else []
         if scout is not None and scout.fault is not None:
             self._on_fault("", scout.fault)
         self._known = self._agree(found) if self.ranks.size > 1 else found
         self.empty = not self._known and (scout is None or scout.fault is None)
         self.sites = select(self._known, self._layers) if self._known else []
+
+    def _together(self, scout: Scout | None) -> bool:
+        """Whether all ranks are about to look at the same sites, so that weights that are sharded can be gathered."""
+        if self.ranks.size == 1 or not shards(self.model):
+            return True
+        owners = self.ranks.gather_objects(None if scout is None else scout.owners)
+        return all(part is not None and part == owners[0] for part in owners)
 
     def _agree(self, found: list[Site]) -> list[Site]:
         """Every rank's sites in one order; one that did not run here is known by another rank's description."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +19,7 @@ from qkwatch.modules import clean_name, named_modules
 from qkwatch.norms import QKNorm, Variant, get_variant
 from qkwatch.plan import RetrofitPlan, SitePlan, TapPlan
 from qkwatch.probe import Refusal
+from qkwatch.sharding import sharded_state_dict
 from qkwatch.sites import Site
 from qkwatch.surgery import (
     CHILD,
@@ -102,7 +105,20 @@ def retrofit_(
         raise QKWatchError(f"cap must be positive and finite, got {cap!r}")
     if max_gain is not None and not max_gain > 0:
         raise QKWatchError(f"max_gain must be positive or None, got {max_gain!r}")
-    chosen, report, plans = get_variant(variant), RetrofitReport(), []
+    return retrofit_each_(model, sites, get_variant(variant), cap, max_gain, calibrate)
+
+
+def retrofit_each_(
+    model: nn.Module,
+    sites: Sequence[Site],
+    variant: Variant,
+    cap: float,
+    max_gain: float | None,
+    calibrate: bool = True,
+    around: Callable[[str], AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> RetrofitReport:
+    """`retrofit_` from sites, each patched and verified inside ``around(its name)``."""
+    report, plans = RetrofitReport(), []
     names = {id(module): name for name, module in reversed(named_modules(model).items())}
     shared = _shared_taps(sites)
     with undone_on_error(model, report.applied):
@@ -110,7 +126,8 @@ def retrofit_(
             name = names.get(id(site.module), site.name)  # the sites may have been found in a part of this model
             try:
                 _check(site, names, shared)
-                done = _patch(model, site, _draft(site, chosen, max_gain, names), cap, calibrate)
+                with around(name):
+                    done = _patch(model, site, _draft(site, variant, max_gain, names), cap, calibrate)
             except (Refusal, QKWatchError) as refusal:
                 report.refused[name] = str(refusal)
                 continue
@@ -151,7 +168,7 @@ def restore_(model: nn.Module, checkpoint: str | os.PathLike[str] | Mapping[str,
     weights-only file does too.
 
     Args:
-        checkpoint: a state_dict, a Lightning checkpoint, or the path of either.
+        checkpoint: a state_dict, a Lightning checkpoint, or the path of either; also the folder of a sharded one.
 
     Returns:
         The names of the sites that are patched now.
@@ -160,7 +177,10 @@ def restore_(model: nn.Module, checkpoint: str | os.PathLike[str] | Mapping[str,
         QKWatchError: the checkpoint was saved from another model; the message names the first mismatch.
     """
     if not isinstance(checkpoint, Mapping):
-        checkpoint = torch.load(checkpoint, map_location="cpu", weights_only=True)
+        if os.path.isdir(checkpoint):
+            checkpoint = sharded_state_dict(checkpoint)
+        else:
+            checkpoint = torch.load(checkpoint, map_location="cpu", weights_only=True)
     assert isinstance(checkpoint, Mapping)
     state = checkpoint.get("state_dict", checkpoint)
     match_(model, plan_of(state))

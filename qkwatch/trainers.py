@@ -11,12 +11,12 @@ from torch import nn
 
 from qkwatch.ranks import Ranks
 from qkwatch.rules import Alert
+from qkwatch.sharding import shards
 from qkwatch.stats import Reading
 
 _REFUSALS = {
     "DeepSpeedStrategy": "DeepSpeed has flattened the parameters",
     "FSDPStrategy": "FSDP has flattened the parameters",
-    "ModelParallelStrategy": "the model is sharded, and a parameter that is not would drift apart between ranks",
 }
 _REMEDY = (
     "patch first, then shard: with a plan made on the unsharded model (qkwatch.retrofit_(...).plan), call "
@@ -62,7 +62,17 @@ def refuses_patches(trainer: Any) -> str | None:
     for kind in type(trainer.strategy).__mro__:
         if kind.__name__ in _REFUSALS:
             return f"{_REFUSALS[kind.__name__]}; {_REMEDY}"
+    mesh = getattr(trainer.strategy, "_device_mesh", None)  # of ModelParallelStrategy: FSDP2, tensor parallelism
+    if mesh is not None and "tensor_parallel" in (mesh.mesh_dim_names or ()) and mesh["tensor_parallel"].size() > 1:
+        return f"tensor parallelism spreads the heads of a layer over ranks; {_REMEDY}"
+    if mesh is not None and mesh.size() > 1 and not shards(trainer.lightning_module):
+        return f"no part of the model is sharded by fully_shard, so nothing would average its gradients; {_REMEDY}"
     return None
+
+
+def loads_by_itself(trainer: Any) -> bool:
+    """Whether the strategy fills model and optimizers from the file, once both are set up (FSDP2)."""
+    return any(kind.__name__ == "ModelParallelStrategy" for kind in type(trainer.strategy).__mro__)
 
 
 def averaged_models(trainer: Any) -> list[nn.Module]:
