@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EMAWeightAveraging
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from processes import together
 from tiny import Block, Tiny, assert_same, data, loss_of, trainer, weights
 from torch.utils.data import DataLoader, TensorDataset
@@ -39,9 +39,11 @@ class Plain(Tiny):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
 
 
-def ddp(*callbacks: Any, module: Any, size: int = 2, strategy: dict[str, Any] | None = None, **options: Any) -> Any:
+def ddp(*callbacks: Any, module: Any, size: int = 2, strategy: Any = None, **options: Any) -> Any:
     """One rank's run: every other sample of each batch of four."""
-    kind: Any = DDPStrategy(process_group_backend="gloo", **(strategy or {})) if size > 1 else "auto"
+    kind: Any = strategy or {} if size > 1 else "auto"
+    if isinstance(kind, dict):
+        kind = DDPStrategy(process_group_backend="gloo", **kind)
     settings = {"devices": size, "strategy": kind, "max_steps": 6, "use_distributed_sampler": False}
     run = trainer(*callbacks, **{**settings, **options})
     ids = data(count=96).dataset.tensors[0][int(os.environ["RANK"]) if size > 1 else 0 :: size]
@@ -256,6 +258,59 @@ def test_resume_is_bit_identical(tmp_path: Path) -> None:
 
 
 # -- strategies that take no new parameters ---------------------------------------------------------------------
+
+
+class OnCPU(FSDPStrategy):
+    """Lightning asks for a GPU where it sees its own class only; torch takes the CPU if told so."""
+
+
+class Flat(Plain):
+    """FSDP1. With `plan` it is patched before it is wrapped."""
+
+    def __init__(self, plan: Any = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.plan = plan
+
+    def configure_model(self) -> None:
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        if self.plan is not None:
+            qkwatch.retrofit_(self, plan=self.plan)
+        how: dict[str, Any] = {"device_id": torch.device("cpu"), "use_orig_params": True}
+        for i, block in enumerate(self.net.blocks):
+            self.net.blocks[i] = FullyShardedDataParallel(block, **how)
+        self.net = FullyShardedDataParallel(self.net, **how)  # type: ignore[assignment]
+
+
+def test_fsdp1_is_watched_not_patched_in_mid_run_and_the_remedy_works(tmp_path: Path) -> None:
+    model = Tiny(sharp=True)
+    sites = qkwatch.find_sites(model.net, data().dataset.tensors[0][:4, :-1])
+    plan = qkwatch.retrofit_(model, sites).plan.to_dict()
+
+    def work(rank: int) -> Any:
+        results = []
+        for callback, own in ((watch(retrofit="now"), None), (None, None), (watch(), plan)):
+            module = Flat(own, sharp=True)
+            callbacks = [callback] if callback else []
+            run = ddp(*callbacks, module=module, max_steps=3, strategy=OnCPU(process_group_backend="gloo"))
+            refused = callback.retrofits[0].report.refused if callback and not own else {}
+            history = [[(r.site, r.rows, r.max_logit) for r in rs] for _, rs in callback.history] if callback else []
+            results.append((run.strategy.lightning_module_state_dict(), refused, history))
+        return results
+
+    first, second = together(work, tmp_path)
+    assert_same([rest for _, *rest in first], [rest for _, *rest in second])
+    (watched, refused, history), (plain, _, _), (patched, _, bounded) = first
+    assert_same(watched, plain)
+    assert list(refused) == SITES
+    assert "configure_model" in refused[SITES[0]]
+    single = watch()
+    ddp(single, module=Tiny(sharp=True), size=1, max_steps=1)
+    for (site, rows, ours), theirs in zip(history[0], single.readings, strict=True):
+        assert (site, rows) == (theirs.site, theirs.rows)
+        torch.testing.assert_close(ours, theirs.max_logit)
+    assert any("qk_norm" in key for key in patched)
+    assert max(float(m.max()) for _, _, m in bounded[-1]) < 25
 
 
 @pytest.mark.parametrize("name", ["DeepSpeedStrategy", "FSDPStrategy"])
