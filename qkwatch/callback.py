@@ -282,7 +282,15 @@ class QKWatch(Guard, *trainers.callback_bases()):  # type: ignore[misc]
         alpha = (step - self._run.ramp_from) / self.ramp_steps if self.ramp_steps else 1.0
         if alpha >= 1.0:
             self._run.ramp_from = None
-        set_ramp(pl_module, alpha if alpha < 1.0 else None)
+        self._run.ramp = alpha if alpha < 1.0 else None
+        set_ramp(pl_module, self._run.ramp)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Evaluating a checkpoint outside a fit: as far on its ramp as it was when it was saved."""
+        if self._saved and trainer.state.fn != "fit":
+            set_ramp(pl_module, self._saved["run"].get("ramp"))
+
+    on_test_start = on_predict_start = on_validation_start
 
     # -- afterwards -----------------------------------------------------------------------------------------
 

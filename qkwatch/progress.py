@@ -24,6 +24,7 @@ class Progress:
         pending: why a retrofit is due; None where none is.
         decided: a retrofit was made, or refused for every site.
         ramp_from: the step at which a ramp began; None where none is under way.
+        ramp: how far it has come, 0 to 1; None where none is under way.
         loss: the training loss last seen around a retrofit.
     """
 
@@ -35,6 +36,7 @@ class Progress:
     pending: str | None = None
     decided: bool = False
     ramp_from: int | None = None
+    ramp: float | None = None
     loss: float | None = None
 
     def note_loss(self, loss: Any, step: int) -> None:
@@ -59,9 +61,8 @@ class Progress:
     def state_dict(self) -> dict[str, Any]:
         """Primitives only: checkpoints are read with ``weights_only=True``."""
         alerts = [_to_list(alert) for alert in self.alerts]
-        state = {
-            name: getattr(self, name) for name in ("steps", "counted_at", "measured", "pending", "decided", "ramp_from")
-        }
+        names = ("steps", "counted_at", "measured", "pending", "decided", "ramp_from", "ramp")
+        state = {name: getattr(self, name) for name in names}
         return {**state, "alerts": alerts}
 
     @classmethod

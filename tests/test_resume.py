@@ -185,6 +185,23 @@ def test_a_ramp_goes_on(tmp_path: Path) -> None:
     assert_same(state_of(run, module, callback), straight)
 
 
+@pytest.mark.parametrize("verb", ["validate", "test"])
+def test_a_checkpoint_from_the_middle_of_a_ramp_evaluates_as_it_was(verb: str, tmp_path: Path) -> None:
+    module, callback = Scheduled(sharp=True), watch(retrofit="now", ramp_steps=6)
+    run = train(module, callback, tmp_path, steps=4)
+    [live] = getattr(run, verb)(module, same_batch(1), verbose=False)
+    other = watch(ramp_steps=6)
+    evaluate = getattr(trainer(other), verb)
+    fresh = Scheduled()
+    for path, ramped in ((tmp_path / "step=4.ckpt", True), (tmp_path / "step=1.ckpt", False)):
+        [loss] = evaluate(fresh, same_batch(1), ckpt_path=path, verbose=False)
+        assert (loss == live) == ramped
+    train(module, callback := watch(ramp_steps=6), tmp_path / "b", steps=10, path=tmp_path / "step=4.ckpt")
+    [done] = getattr(trainer(), verb)(module, same_batch(1), verbose=False)
+    evaluate(fresh, same_batch(1), ckpt_path=tmp_path / "step=4.ckpt", verbose=False)
+    assert evaluate(fresh, same_batch(1), ckpt_path=tmp_path / "b" / "step=10.ckpt", verbose=False) == [done]
+
+
 def test_an_old_checkpoint_goes_on_patched_with_its_optimizer_state(tmp_path: Path) -> None:
     """A run that never knew of us: the callback is added when it is resumed."""
     save = ModelCheckpoint(tmp_path, save_last=True)
