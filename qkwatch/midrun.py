@@ -1,4 +1,4 @@
-"""A retrofit in the middle of a Trainer's run: model, averages, optimizers, schedulers, ranks. All or nothing."""
+"""A retrofit in the middle of a run: model, averages, optimizers, schedulers, ranks. All or nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import nn
 
-from qkwatch import trainers
 from qkwatch.adopt import adopt_, unchanged_on_error
 from qkwatch.modules import named_modules
 from qkwatch.norms import QKNorm, Variant
@@ -31,8 +30,9 @@ class Retrofit:
 
 
 def patch_(
-    trainer: Any,
-    pl_module: nn.Module,
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Any],
+    schedulers: Sequence[Any],
     sites: Sequence[Site],
     ranks: Ranks,
     variant: Variant,
@@ -41,35 +41,31 @@ def patch_(
 ) -> tuple[RetrofitReport, list[nn.Parameter]]:
     """Patch between two optimizer steps; returns the report and the parameters that are new in training.
 
-    Rank zero measures and decides, the others do what it did. If anything fails on any rank, every rank has the
-    model and the optimizers that it had before.
+    ``models`` are the one in training and its averages. Rank zero measures and decides, the others do what it did.
+    If anything fails on any rank, every rank has the model and the optimizers that it had before.
     """
-    refusal = trainers.refuses_patches(trainer)
-    if refusal is not None:
-        return RetrofitReport(refused={site.name: refusal for site in sites}), []
-    reshard(pl_module)
-    models = [pl_module, *trainers.averaged_models(trainer)]
+    model = models[0]
+    reshard(model)
     before = [set(patched_sites(model)) for model in models]
-    schedulers = trainers.schedulers(trainer)
-    with unchanged_on_error(trainer.optimizers, schedulers):
+    with unchanged_on_error(optimizers, schedulers):
         try:
             fault, report, new = None, RetrofitReport(), []
             try:
-                report = _decide(pl_module, sites, ranks, variant, cap, max_gain)
-                for model in models[1:]:
-                    retrofit_(model, plan=report.plan)
-                shard_norms(pl_module)
+                report = _decide(model, sites, ranks, variant, cap, max_gain)
+                for average in models[1:]:
+                    retrofit_(average, plan=report.plan)
+                shard_norms(model)
                 if report.applied:
-                    new = [p for _, p in adopt_(pl_module, trainer.optimizers, schedulers)]
+                    new = [p for _, p in adopt_(model, optimizers, schedulers)]
             except Broken:
                 raise  # every rank knows
             except Exception as error:
                 fault = error
             ranks.agree(fault)
         except BaseException:
-            for model, had in zip(models, before, strict=True):
-                for name in set(patched_sites(model)) - had:
-                    uninstall(model, name)
+            for each, had in zip(models, before, strict=True):
+                for name in set(patched_sites(each)) - had:
+                    uninstall(each, name)
             raise
     return report, new
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from qkwatch.ranks import Ranks
-from qkwatch.rules import Alert
 from qkwatch.sharding import shards
-from qkwatch.stats import Reading
 
 _REFUSALS = {
     "DeepSpeedStrategy": "DeepSpeed has flattened the parameters",
@@ -89,21 +87,6 @@ def loss_of(outputs: Any) -> float | None:
     """The loss that a training step returned; None where it returned none."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     return float(loss.detach()) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
-
-
-def aggregates(readings: Sequence[Reading], alerts: Sequence[Alert]) -> dict[str, float]:
-    """The few figures that EarlyStopping and ModelCheckpoint may monitor; what was not measured is left out.
-
-    An infinite logit is logged as the largest float32: it must not stop a logger, and nothing exceeds it.
-    """
-    largest = torch.cat([r.max_logit for r in readings])
-    entropy = torch.cat([r.entropy for r in readings])
-    figures = {"qkwatch/alert_level": float(max((a.level for a in alerts), default=0))}
-    if not largest.isnan().all():
-        figures["qkwatch/max_logit"] = float(largest[~largest.isnan()].max().clamp_max(torch.finfo(torch.float32).max))
-    if not entropy.isnan().all():
-        figures["qkwatch/min_entropy"] = float(entropy[~entropy.isnan()].min())
-    return figures
 
 
 def log(pl_module: Any, figures: dict[str, float]) -> None:

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import qkwatch
 from qkwatch import Level, QKWatch, QKWatchError, Thresholds
-from qkwatch.callback import HISTORY
+from qkwatch.watching import HISTORY
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SITES = ["net.blocks.0.attn", "net.blocks.1.attn"]
@@ -479,7 +479,7 @@ FAULTS: dict[str, tuple[str, str]] = {
     "attaching": ("qkwatch.monitor.Monitor._attach", "stands down"),
     "right after attaching": ("qkwatch.callback.QKWatch._ramp", "stands down"),
     "keeping inputs": ("qkwatch.scout.Call.of", "measurement"),
-    "summary": ("qkwatch.callback.summary", "stands down"),
+    "summary": ("qkwatch.watching.summary", "stands down"),
 }
 
 
