@@ -17,7 +17,8 @@ from torch import nn
 from qkwatch.optim import group_names, regroup, remove_parameters
 from qkwatch.retrofit import match_, norm_parameters, patched_sites, plan_of
 from qkwatch.schedulers import unwrap
-from qkwatch.sharding import reshard, shard_norms, sharded_state_dict
+from qkwatch.sharding import reshard, shard_norms
+from qkwatch.stored import stored_keys
 
 KEY = "qkwatch"  # of our entry in a checkpoint
 SHARDED_EXTRAS = "meta.pt"  # where Lightning keeps a sharded checkpoint's other entries
@@ -67,7 +68,7 @@ def fit_sharded(
     that is about to be loaded."""
     path = Path(path)
     if path.is_dir():
-        state: Mapping[str, Any] = sharded_state_dict(path)
+        state: Mapping[str, Any] = stored_keys(path)
         checkpoint = torch.load(path / SHARDED_EXTRAS, map_location="cpu", weights_only=weights_only)
     else:
         checkpoint = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)

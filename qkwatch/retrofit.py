@@ -19,8 +19,8 @@ from qkwatch.modules import clean_name, named_modules
 from qkwatch.norms import QKNorm, Variant, get_variant
 from qkwatch.plan import RetrofitPlan, SitePlan, TapPlan
 from qkwatch.probe import Refusal
-from qkwatch.sharding import sharded_state_dict
 from qkwatch.sites import Site
+from qkwatch.stored import stored_keys
 from qkwatch.surgery import (
     CHILD,
     check_all_removable,
@@ -168,7 +168,8 @@ def restore_(model: nn.Module, checkpoint: str | os.PathLike[str] | Mapping[str,
     weights-only file does too.
 
     Args:
-        checkpoint: a state_dict, a Lightning checkpoint, or the path of either; also the folder of a sharded one.
+        checkpoint: a state_dict, a Lightning checkpoint, or the path of either; also a safetensors file, or the
+            folder of a sharded checkpoint or of one that `transformers` saved.
 
     Returns:
         The names of the sites that are patched now.
@@ -176,13 +177,7 @@ def restore_(model: nn.Module, checkpoint: str | os.PathLike[str] | Mapping[str,
     Raises:
         QKWatchError: the checkpoint was saved from another model; the message names the first mismatch.
     """
-    if not isinstance(checkpoint, Mapping):
-        if os.path.isdir(checkpoint):
-            checkpoint = sharded_state_dict(checkpoint)
-        else:
-            checkpoint = torch.load(checkpoint, map_location="cpu", weights_only=True)
-    assert isinstance(checkpoint, Mapping)
-    state = checkpoint.get("state_dict", checkpoint)
+    state = checkpoint.get("state_dict", checkpoint) if isinstance(checkpoint, Mapping) else stored_keys(checkpoint)
     match_(model, plan_of(state))
     return patched_sites(model)
 

@@ -6,12 +6,10 @@ Everything here does nothing to a model that is not sharded, and does not even i
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Iterator
 from typing import Any, TypeGuard
 
-import torch
 from torch import nn
 
 from qkwatch.errors import QKWatchError
@@ -98,21 +96,3 @@ def shard_norms(model: nn.Module) -> None:
 
 def _mesh(module: nn.Module) -> Any:
     return next((p.device_mesh for p in module.parameters() if hasattr(p, "device_mesh")), None)
-
-
-def sharded_state_dict(folder: str | os.PathLike[str]) -> dict[str, torch.Tensor | None]:
-    """The keys of the weights in a sharded checkpoint (a folder), with the ``...qk_norm.plan`` entries read."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    root, reader = "state_dict.", FileSystemReader(folder)
-    kept = {k: v for k, v in reader.read_metadata().state_dict_metadata.items() if k.startswith(root)}
-    plans: dict[str, Any] = {
-        key: torch.empty(entry.size, dtype=torch.uint8)
-        for key, entry in kept.items()
-        if key.endswith("qk_norm.plan") and isinstance(entry, TensorStorageMetadata)
-    }
-    if plans:
-        load(plans, storage_reader=reader, no_dist=True)
-    return {key.removeprefix(root): plans.get(key) for key in kept}
