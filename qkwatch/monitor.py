@@ -67,6 +67,7 @@ class Monitor:
         self.rules = Rules(thresholds)
         self.sites: list[Site] = []
         self.last_measured: int | None = None
+        self._last_whole: int | None = None
         self.broken: Exception | None = None
         self.told = self.empty = False
         self._layers, self._rows = layers, rows
@@ -93,6 +94,11 @@ class Monitor:
         return step != self._kept_at and not self.found_nothing
 
     @property
+    def last_whole(self) -> int | None:
+        """`last_measured`, or the one before while a step is not over: a run that breaks there measures it again."""
+        return self._last_whole if self._collecting else self.last_measured
+
+    @property
     def kept(self) -> bool:
         """Whether inputs were kept since the sites were found; the same on every rank."""
         return self._kept_at is not None
@@ -105,7 +111,7 @@ class Monitor:
     def begin(self, step: int, *, keep_calls: bool = False) -> None:
         """Attach for one forward pass. ``keep_calls``: the sites' inputs will be wanted (for a retrofit)."""
         self.discard()
-        self.last_measured, self._collecting = step, True
+        self._last_whole, self.last_measured, self._collecting = self.last_whole, step, True
         self._kept_at = step if keep_calls else self._kept_at
         self._searching = not self._known or (self._strangers and self._searches < _SEARCHES)
         self._searches += self._searching

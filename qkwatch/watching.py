@@ -112,13 +112,13 @@ class Watching(Guard):
         )
         self._stood_down, self._warned = False, set()
         if before is not None:
-            self._monitor.rules, self._monitor.last_measured = before.rules, before.last_measured
+            self._monitor.rules, self._monitor.last_measured = before.rules, before.last_whole
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run is; primitives only."""
         if self._monitor is None:
             return {}
-        rules, last_measured = self._monitor.rules.state_dict(), self._monitor.last_measured
+        rules, last_measured = self._monitor.rules.state_dict(), self._monitor.last_whole
         return {"rules": rules, "last_measured": last_measured, "run": self._run.state_dict()}
 
     def _go_on_from(self, saved: dict[str, Any]) -> None:

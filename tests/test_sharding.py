@@ -274,6 +274,19 @@ def test_a_low_precision_policy(tmp_path: Path) -> None:
     assert max(float(r["max_logit"].max()) for r in first["readings"]) < 25
 
 
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_the_precisions_of_the_trainer(precision: str, tmp_path: Path) -> None:
+    def work(rank: int) -> Any:
+        module, callback = PlainSharded(sharp=True), watch(retrofit="now")
+        run = fit(callback, module=module, steps=4, precision=precision)
+        assert callback.retrofits[0].report.applied == SITES, callback.retrofits[0].report.refused
+        return outcome(run, module, callback)
+
+    first, second = together(work, tmp_path)
+    assert_same(first, second)
+    assert max(float(r["max_logit"].max()) for r in first["readings"]) < 25
+
+
 class Shared(Attention):
     """Two heads of queries, one of keys: a gain of one entry for two ranks."""
 
@@ -343,6 +356,33 @@ def test_resume_is_bit_identical(whole_file: bool, tmp_path: Path) -> None:
         fresh.load_state_dict(torch.load(tmp_path / "3.ckpt", weights_only=True)["state_dict"])
         assert patched_sites(qkwatch.load_from_checkpoint(Tiny, tmp_path / "3.ckpt")) == SITES
     assert qkwatch.restore_(fresh, tmp_path / "1.ckpt") == []
+
+
+class FromNothing(Sharded):
+    """Built without memory, as large models are; Lightning gives it some after it was sharded."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "built"):
+            self.net, self.built = self.net.to("meta"), True
+        super().configure_model()
+
+
+@FORMS
+def test_a_model_that_is_built_on_the_meta_device_resumes(whole_file: bool, tmp_path: Path) -> None:
+    def work(rank: int) -> Any:
+        results = []
+        for kind, steps, path in ((Sharded, 6, None), (Sharded, 4, None), (FromNothing, 6, tmp_path / "four")):
+            module, callback = kind(sharp=True), watch(retrofit="auto")
+            run = fit(callback, module=module, steps=steps, path=path, full=whole_file)
+            if steps == 4:
+                run.save_checkpoint(tmp_path / "four")
+            results.append(outcome(run, module, callback))
+        return results
+
+    first, second = together(work, tmp_path)
+    assert_same(first, second)
+    assert_same(first[0], first[2])
+    assert any("qk_norm" in key for key in first[2]["weights"])
 
 
 @FORMS
