@@ -181,6 +181,15 @@ class Recomputed(PlainSharded):
             block.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=reentrant)  # type: ignore[method-assign]
 
 
+class Compiled(PlainSharded):
+    """Each block compiled, after it was sharded."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        for block in self.net.blocks:
+            block.compile(backend="eager")
+
+
 CASES: dict[str, tuple[type, dict[str, Any], dict[str, Any]]] = {
     "by block": (PlainSharded, {}, {}),
     "whole": (PlainSharded, {"way": "whole"}, {}),
@@ -191,6 +200,7 @@ CASES: dict[str, tuple[type, dict[str, Any], dict[str, Any]]] = {
     "mha": (PlainSharded, {"kind": "mha"}, {}),
     "adamw": (AdamSharded, {}, {}),
     "accumulation and clipping": (PlainSharded, {}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
+    "compiled": (Compiled, {}, {}),
     "recomputed": (Recomputed, {}, {}),
     "recomputed, reentrant": (Recomputed, {"reentrant": True}, {}),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import together
 from test_callback import nothing_is_attached
 from tiny import assert_same, weights
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
@@ -234,3 +236,25 @@ def test_a_compiled_model(how: str, tmp_path: Path) -> None:
 def test_transformers_stays_optional() -> None:
     script = "import sys; sys.modules['transformers'] = None; import qkwatch; qkwatch.find_sites, qkwatch.retrofit_"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_two_processes_are_read_together_and_patched_beforehand(tmp_path: Path) -> None:
+    def work(rank: int) -> Any:
+        results = []
+        for patched in (False, True):
+            model, callback = llama(sharp=True), watch(retrofit="off" if patched else "now")
+            if patched:
+                qkwatch.retrofit_(model, qkwatch.find_sites(model, IDS[:4]))
+            trainer(tmp_path, model, callback, ddp_backend="gloo", max_steps=3).train()
+            refused = callback.retrofits[0].report.refused if callback.retrofits else {}
+            readings = [(r.site, r.rows, r.max_logit) for r in callback.readings]
+            results.append((weights(model), readings, refused))
+        return results
+
+    first, second = together(work, tmp_path)
+    assert_same(first, second)
+    (_, readings, refused), (_, bounded, _) = first
+    assert [(site, rows) for site, rows, _ in readings] == [(site, 2 * 4 * 9) for site in SITES]
+    assert "retrofit_" in refused[SITES[0]]
+    assert max(float(m.max()) for _, _, m in bounded) < 25
