@@ -17,7 +17,7 @@ from torch import nn
 from qkwatch.optim import group_names, regroup, remove_parameters
 from qkwatch.retrofit import match_, norm_parameters, patched_sites, plan_of
 from qkwatch.schedulers import unwrap
-from qkwatch.sharding import reshard, shard_norms
+from qkwatch.sharding import reshard
 from qkwatch.stored import stored_keys
 
 KEY = "qkwatch"  # of our entry in a checkpoint
@@ -76,7 +76,6 @@ def fit_sharded(
     reshard(model)
     before = [p for _, p in norm_parameters(model)]
     match_(model, plan_of(state), present=state)
-    shard_norms(model)
     kept = {id(p) for _, p in norm_parameters(model)}
     remove_parameters(optimizers, [p for p in before if id(p) not in kept], schedulers)
     restore_groups(saved_groups(checkpoint), model, optimizers, schedulers)

@@ -15,7 +15,7 @@ from qkwatch.norms import QKNorm, Variant
 from qkwatch.plan import RetrofitPlan
 from qkwatch.ranks import Broken, Ranks
 from qkwatch.retrofit import RetrofitReport, patched_sites, retrofit_, retrofit_each_, uninstall
-from qkwatch.sharding import reshard, shard_norms, shards, unsharded
+from qkwatch.sharding import reshard, shards, unsharded
 from qkwatch.sites import Site
 
 
@@ -54,7 +54,6 @@ def patch_(
                 report = _decide(model, sites, ranks, variant, cap, max_gain)
                 for average in models[1:]:
                     retrofit_(average, plan=report.plan)
-                shard_norms(model)
                 if report.applied:
                     new = [p for _, p in adopt_(model, optimizers, schedulers)]
             except Broken:

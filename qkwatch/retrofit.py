@@ -19,6 +19,7 @@ from qkwatch.modules import clean_name, named_modules
 from qkwatch.norms import QKNorm, Variant, get_variant
 from qkwatch.plan import RetrofitPlan, SitePlan, TapPlan
 from qkwatch.probe import Refusal
+from qkwatch.sharding import is_spread, shard_norms
 from qkwatch.sites import Site
 from qkwatch.stored import stored_keys
 from qkwatch.surgery import (
@@ -92,7 +93,8 @@ def retrofit_(
         max_gain: the ceiling a learned gain can never pass; None for none.
         calibrate: start the gains from the measured RMS of q and k, so that the function is kept as far as the
             cap allows; False starts them as the variant's system does.
-        plan: apply this plan instead, without running anything.
+        plan: apply this plan instead, without running anything. On a model sharded by `fully_shard` the gains are
+            sharded too (call it on every rank).
 
     Raises:
         QKWatchError: unknown variant, bad cap, neither sites nor plan, or a plan for another model.
@@ -140,6 +142,8 @@ def retrofit_each_(
 
 def _patch(model: nn.Module, site: Site, draft: SitePlan, cap: float, calibrate: bool) -> Verified:
     """One site, patched and verified; as it was where that fails."""
+    if is_spread(site.module):
+        raise Refusal("its weights are sharded: patch before fully_shard, or apply a plan; QKWatch does it in mid-run")
     norm = install(model, draft)
     with undone_on_error(model, [draft.site]):
         try:
@@ -267,6 +271,7 @@ def _apply(model: nn.Module, plan: RetrofitPlan) -> RetrofitReport:
         for site in plan.sites:
             install(model, site)
             report.applied.append(site.site)
+        shard_norms(model)
     return report
 
 

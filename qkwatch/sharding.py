@@ -25,6 +25,11 @@ def is_sharded(module: nn.Module) -> TypeGuard[Any]:
     return kind is not None and isinstance(module, kind)
 
 
+def is_spread(module: nn.Module) -> bool:
+    """Whether this rank holds only parts of the module's weights at the moment."""
+    return _mesh(module) is not None
+
+
 def shards(model: nn.Module) -> list[Any]:
     """The modules of ``model`` that `fully_shard` was called on."""
     return [module for module in model.modules() if is_sharded(module)]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
 from processes import together
-from tiny import WIDTH, Attention, Block, Tiny, assert_same, data, trainer, weights
+from tiny import WIDTH, Attention, Block, Tiny, assert_same, data, loss_of, trainer, weights
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -245,7 +245,7 @@ def test_plain_gains_would_drift_apart(tmp_path: Path) -> None:
     """The test above can fail: nothing averages the gradients of a parameter that is not sharded."""
 
     def work(rank: int) -> Any:
-        qkwatch.midrun.shard_norms = lambda model: None  # type: ignore[assignment]
+        pytest.MonkeyPatch().setattr("qkwatch.retrofit.shard_norms", lambda model: None)
         module = PlainSharded(sharp=True)
         fit(watch(retrofit="now"), module=module)
         return full(module.state_dict())
@@ -472,6 +472,47 @@ def test_evaluating_checkpoints_from_either_side_of_the_patch(whole_file: bool, 
     assert_same(resumed, other)
 
 
+# -- plain loops --------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_in_a_plain_loop(tmp_path: Path) -> None:
+    """Found and read sharded; what would have to be verified is refused; a plan is applied, its gains sharded."""
+    ids = data(count=4).dataset.tensors[0]
+    whole_model = Tiny(sharp=True)
+    plan = qkwatch.retrofit_(whole_model.net, qkwatch.find_sites(whole_model.net, ids[:, :-1])).plan.to_dict()
+
+    def train(net: Any, own: Tensor) -> dict[str, Any]:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+        for step in range(4):
+            if step == 2:
+                qkwatch.retrofit_(net, plan=plan)
+                qkwatch.adopt_(net, optimizer)
+            optimizer.zero_grad()
+            loss_of(net, own).backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+        return full(net.state_dict())
+
+    def work(rank: int) -> Any:
+        from torch.distributed.fsdp import fully_shard
+
+        dist.init_process_group("gloo")
+        net = Tiny(sharp=True).net
+        by_block(net, lambda module: fully_shard(module, mesh=dist.init_device_mesh("cpu", (2,))))
+        sites = qkwatch.find_sites(net, ids[rank::2, :-1])
+        report = qkwatch.retrofit_(net, sites)
+        return train(net, ids[rank::2]), [s.retrofittable for s in sites], report.refused, patched_sites(net)
+
+    first, second = together(work, tmp_path)
+    assert_same(first, second)
+    trained, retrofittable, refused, patched = first
+    assert retrofittable == [True, True]
+    assert all("sharded" in reason for reason in refused.values()) and len(refused) == len(patched) == 2
+    expected = train(Tiny(sharp=True).net, ids)
+    for key, value in trained.items():
+        torch.testing.assert_close(value, expected[key], rtol=1e-5, atol=2e-6)
+
+
 # -- trouble ------------------------------------------------------------------------------------------------------
 
 
@@ -485,7 +526,7 @@ FAULTS = {
     "verification": "qkwatch.retrofit.calibrate_and_verify",
     "planning": "qkwatch.retrofit._draft",
     "installing": "qkwatch.retrofit.install",
-    "sharding": "qkwatch.midrun.shard_norms",
+    "sharding": "qkwatch.retrofit.shard_norms",
     "adopting": "qkwatch.midrun.adopt_",
 }
 
