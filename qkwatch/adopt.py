@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from qkwatch.modules import named_modules
-from qkwatch.optim import add_parameters
+from qkwatch.modules import clean_name, named_modules
+from qkwatch.optim import GROUP_KEY, add_parameters, decays, group_names, regroup
 from qkwatch.retrofit import norm_parameters, patched_sites
 from qkwatch.schedulers import unwrap, walk
 
@@ -60,6 +60,34 @@ def _beside(model: nn.Module) -> dict[str, list[nn.Parameter]]:
         prefix = f"{site}.qk_norm." if site else "qk_norm."
         beside |= {name: kin for name, _ in gains if name.startswith(prefix)}
     return beside
+
+
+def like_fresh(optimizer: Any, model: nn.Module, schedulers: Iterable[object] = ()) -> None:
+    """Put the newcomers where an optimizer made anew for the patched model would have them, if one can tell.
+
+    That is: into the last of the user's groups that has no weight decay and otherwise the same options, in the
+    model's order. A state saved from then on fits such an optimizer by index. Where there is no such group,
+    nothing is done.
+    """
+    live, order = unwrap(optimizer), {clean_name(n): i for i, (n, _) in enumerate(model.named_parameters())}
+    records = group_names(live, model)
+
+    def options(group: dict[str, Any]) -> dict[str, Any]:
+        return {k: v for k, v in group.items() if k not in ("params", "param_names", GROUP_KEY)}
+
+    new = [j for j, record in enumerate(records) if record["source"] is not None]
+    wanted = [options(live.param_groups[j]) for j in new]  # may have more keys: add_param_group fills in defaults
+    homes = [
+        j
+        for j, group in enumerate(live.param_groups)
+        if j not in new and not any(decays(group)) and all({**one, **options(group)} == one for one in wanted)
+    ]
+    if not new or not homes:
+        return
+    names = [name for j in (homes[-1], *new) for name in records[j]["params"]]
+    if None not in names:
+        records[homes[-1]]["params"] = sorted(names, key=order.__getitem__)
+        regroup([live], model, [[record for record in records if record["source"] is None]], schedulers)
 
 
 @contextlib.contextmanager

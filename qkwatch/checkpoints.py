@@ -6,15 +6,22 @@ files do too. What only the optimizer knows, which group holds which parameter, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import nn
 
-from qkwatch.optim import group_names, regroup
-from qkwatch.retrofit import match_, patched_sites, plan_of
+from qkwatch.optim import group_names, regroup, remove_parameters
+from qkwatch.retrofit import match_, norm_parameters, patched_sites, plan_of
+from qkwatch.schedulers import unwrap
+from qkwatch.sharding import reshard
+from qkwatch.stored import stored_keys
 
 KEY = "qkwatch"  # of our entry in a checkpoint
+SHARDED_EXTRAS = "meta.pt"  # where Lightning keeps a sharded checkpoint's other entries
 M = TypeVar("M")
 
 
@@ -27,6 +34,54 @@ def _fit_to(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *args
     """A function of the module's, not a method of ours: weight averaging deep-copies it with the module."""
     own = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
     match_(module, plan_of(own), present=own)
+
+
+@dataclass
+class BeforeLoad:
+    """While it lives, ``prepare(path, **options)`` runs before the strategy loads a checkpoint.
+
+    For strategies that load model and optimizers themselves, after both were set up: the model's own load hook
+    would come too late there, and no hook of a callback is told the path.
+    """
+
+    strategy: Any
+    prepare: Callable[..., None]
+
+    def __post_init__(self) -> None:
+        load = self.strategy.load_checkpoint
+
+        def load_checkpoint(checkpoint_path: Any, *args: Any, **options: Any) -> Any:
+            self.prepare(self.strategy.broadcast(checkpoint_path), *args, **options)
+            return load(checkpoint_path, *args, **options)
+
+        self.strategy.load_checkpoint = load_checkpoint
+
+    def remove(self) -> None:
+        """The strategy's own method again."""
+        self.strategy.__dict__.pop("load_checkpoint", None)
+
+
+def fit_sharded(
+    model: nn.Module, optimizers: Sequence[Any], schedulers: Sequence[Any], path: Any, weights_only: bool | None = None
+) -> None:
+    """Give a model sharded by FSDP2, and its optimizers, the structure of a checkpoint (a file or a folder of shards)
+    that is about to be loaded."""
+    path = Path(path)
+    if path.is_dir():
+        state: Mapping[str, Any] = stored_keys(path)
+        checkpoint = torch.load(path / SHARDED_EXTRAS, map_location="cpu", weights_only=weights_only)
+    else:
+        checkpoint = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
+        state = checkpoint["state_dict"]
+    reshard(model)
+    before = [p for _, p in norm_parameters(model)]
+    match_(model, plan_of(state), present=state)
+    kept = {id(p) for _, p in norm_parameters(model)}
+    remove_parameters(optimizers, [p for p in before if id(p) not in kept], schedulers)
+    restore_groups(saved_groups(checkpoint), model, optimizers, schedulers)
+    for optimizer in map(unwrap, optimizers):
+        optimizer.zero_grad()  # its state is about to be loaded, and torch wants it either fresh or complete
+        optimizer.state.clear()
 
 
 def save_groups(checkpoint: dict[str, Any], model: nn.Module, optimizers: Sequence[Any]) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor, nn
 
 from qkwatch.clip import QKClip
-from qkwatch.midrun import clip_for, patch_, set_ramp, take_back_
+from qkwatch.midrun import Live, clip_for, patch_, set_ramp, take_back_
 from qkwatch.monitor import Monitor
 from qkwatch.progress import Progress
 from qkwatch.retrofit import RetrofitReport
 from qkwatch.rules import ALL_SITES, Alert, Level
+from qkwatch.sharding import shards
+from qkwatch.stats import Reading
 from qkwatch.variants import Variant
 from qkwatch.wayback import LossLine, Snapshot
 
@@ -25,7 +26,7 @@ class Intervention:
         cap, max_gain, ramp_steps, budget, budget_steps: as `QKWatch` has them.
 
     Attributes:
-        new: parameters born after the strategy wrapped the model; their gradients are averaged over ranks by hand.
+        new: parameters that are new in training, of the ranks' own models: nothing averages their gradients yet.
     """
 
     def __init__(
@@ -49,18 +50,21 @@ class Intervention:
         if self.budget is not None and (self._line.turned is None or self._snapshot is not None):
             self._line.note(step, loss)
 
-    def make(self, trainer: Any, model: nn.Module, monitor: Monitor, run: Progress, step: int) -> RetrofitReport:
+    def make(self, live: Live, monitor: Monitor, run: Progress, step: int) -> RetrofitReport:
         """Patch the watched sites, or put them under QK-clip. All or nothing."""
-        snapshot = None if self.budget is None else Snapshot(model, trainer.optimizers)
+        model = live.models[0]
+        keeps = self.budget is not None and live.refusal is None and not shards(model)
+        snapshot = Snapshot(model, live.optimizers) if keeps else None
         new: Sequence[nn.Parameter] = ()
         if isinstance(self.variant, str):
-            self._clip, report = clip_for(trainer, monitor.sites, monitor.ranks, self.cap)
+            self._clip, report = clip_for(live, monitor.sites, monitor.ranks, self.cap)
         else:
             options = (self.variant, self.cap, self.max_gain)
-            report, new = patch_(trainer, model, monitor.sites, monitor.ranks, *options)
+            report, new = patch_(live, monitor.sites, monitor.ranks, *options)
         if report.applied:
             self._snapshot, self._line.turned = snapshot, step + self.ramp_steps
-            self.new += new if monitor.ranks.size > 1 else []
+            unknown = monitor.ranks.size > 1 and not shards(model)  # to what averages gradients
+            self.new += new if unknown else []
             monitor.rules.forget(report.applied)
             run.clipping = report.clip
             if not report.clip:
@@ -76,20 +80,26 @@ class Intervention:
         alpha = (step - run.ramp_from) / self.ramp_steps if self.ramp_steps else 1.0
         if alpha >= 1.0:
             run.ramp_from = None
-        set_ramp(model, alpha if alpha < 1.0 else None)
+        run.ramp = alpha if alpha < 1.0 else None
+        set_ramp(model, run.ramp)
 
-    def clip_heads(self, trainer: Any, monitor: Monitor, readings: Sequence[Any]) -> int:
+    def clip_heads(self, live: Live, monitor: Monitor, readings: Sequence[Reading]) -> int:
         """QK-clip: shrink what these readings ask for; returns the number of heads.
 
         After a resume its weights are looked up once more, on the first measured step.
         """
         if self._clip is None:
-            self._clip, _ = clip_for(trainer, monitor.sites, monitor.ranks, self.cap)
+            self._clip, _ = clip_for(live, monitor.sites, monitor.ranks, self.cap)
         return sum(map(len, self._clip.clip_(readings).values()))
 
-    def judge(self, trainer: Any, model: nn.Module, monitor: Monitor, run: Progress, step: int) -> Alert | None:
-        """When enough losses have come in after a retrofit: is it within budget? If not, it is taken back."""
-        if self._snapshot is None or self.budget is None or self._line.seen < self.budget_steps:
+    @property
+    def ripe(self) -> bool:
+        """Whether enough losses have come in to be judged by."""
+        return self._snapshot is not None and self._line.seen >= self.budget_steps
+
+    def judge(self, live: Live, monitor: Monitor, run: Progress, step: int) -> Alert | None:
+        """Is the retrofit within its budget? If not, it is taken back."""
+        if self._snapshot is None or self.budget is None:
             return None
         snapshot, self._snapshot = self._snapshot, None
         table = self._line.table()
@@ -97,10 +107,11 @@ class Intervention:
         if found is None or found[0] <= max(self.budget, found[1]):
             return None
         entry = run.retrofits[-1]
-        take_back_(trainer, model, entry.report)
-        snapshot.put_back(trainer.optimizers)
+        take_back_(live, entry.report)
+        snapshot.put_back()
         entry.undone = step
-        self.new, self._clip, run.clipping, run.ramp_from = [], None, False, None
+        self.new, self._clip = [], None
+        run.clipping, run.ramp_from, run.ramp = False, None, None
         monitor.rules.forget(entry.report.applied)
         monitor.reset_sites()
         message = (

@@ -1,14 +1,14 @@
-"""A retrofit in the middle of a Trainer's run: model, averages, optimizers, schedulers, ranks. All or nothing."""
+"""A retrofit in the middle of a run: model, averages, optimizers, schedulers, ranks. All or nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from qkwatch import trainers
 from qkwatch.adopt import adopt_, unchanged_on_error
 from qkwatch.clip import QKClip
 from qkwatch.modules import named_modules
@@ -16,7 +16,16 @@ from qkwatch.norms import QKNorm, Variant
 from qkwatch.optim import remove_parameters
 from qkwatch.plan import RetrofitPlan
 from qkwatch.ranks import Broken, Ranks
-from qkwatch.retrofit import RetrofitReport, norm_parameters, patched_sites, retrofit_, uninstall
+from qkwatch.retrofit import (
+    CHILD,
+    RetrofitReport,
+    norm_parameters,
+    patched_sites,
+    retrofit_,
+    retrofit_each_,
+    uninstall,
+)
+from qkwatch.sharding import reshard, shards, unsharded
 from qkwatch.sites import Site
 
 
@@ -31,44 +40,56 @@ class Retrofit:
     undone: int | None = None  # the step after which it was taken back: over budget
 
 
+@dataclass
+class Live:
+    """What a retrofit in mid-run changes.
+
+    Attributes:
+        models: the one in training, and its averages.
+        optimizers, schedulers: all that train it.
+        refusal: why nothing may be changed; None where it may.
+        settle: called when the optimizers have taken new parameters.
+    """
+
+    models: Sequence[nn.Module]
+    optimizers: Sequence[Any]
+    schedulers: Sequence[Any]
+    refusal: str | None = None
+    settle: Callable[[], None] = lambda: None
+
+
 def patch_(
-    trainer: Any,
-    pl_module: nn.Module,
-    sites: Sequence[Site],
-    ranks: Ranks,
-    variant: Variant,
-    cap: float,
-    max_gain: float | None,
+    live: Live, sites: Sequence[Site], ranks: Ranks, variant: Variant, cap: float, max_gain: float | None
 ) -> tuple[RetrofitReport, list[nn.Parameter]]:
     """Patch between two optimizer steps; returns the report and the parameters that are new in training.
 
     Rank zero measures and decides, the others do what it did. If anything fails on any rank, every rank has the
     model and the optimizers that it had before.
     """
-    refusal = trainers.refuses_patches(trainer)
-    if refusal is not None:
-        return RetrofitReport(refused={site.name: refusal for site in sites}), []
-    models = [pl_module, *trainers.averaged_models(trainer)]
-    before = [set(patched_sites(model)) for model in models]
-    schedulers = trainers.schedulers(trainer)
-    with unchanged_on_error(trainer.optimizers, schedulers):
+    if live.refusal is not None:
+        return RetrofitReport(refused={site.name: live.refusal for site in sites}), []
+    model, models = live.models[0], live.models
+    reshard(model)
+    before = [set(patched_sites(each)) for each in models]
+    with unchanged_on_error(live.optimizers, live.schedulers):
         try:
             fault, report, new = None, RetrofitReport(), []
             try:
-                report = _decide(pl_module, sites, ranks, variant, cap, max_gain)
-                for model in models[1:]:
-                    retrofit_(model, plan=report.plan)
+                report = _decide(model, sites, ranks, variant, cap, max_gain)
+                for average in models[1:]:
+                    retrofit_(average, plan=report.plan)
                 if report.applied:
-                    new = [p for _, p in adopt_(pl_module, trainer.optimizers, schedulers)]
+                    new = [p for _, p in adopt_(model, live.optimizers, live.schedulers)]
+                    live.settle()
             except Broken:
                 raise  # every rank knows
             except Exception as error:
                 fault = error
             ranks.agree(fault)
         except BaseException:
-            for model, had in zip(models, before, strict=True):
-                for name in set(patched_sites(model)) - had:
-                    uninstall(model, name)
+            for each, had in zip(models, before, strict=True):
+                for name in set(patched_sites(each)) - had:
+                    uninstall(each, name)
             raise
     return report, new
 
@@ -76,29 +97,66 @@ def patch_(
 def _decide(
     pl_module: nn.Module, sites: Sequence[Site], ranks: Ranks, variant: Variant, cap: float, max_gain: float | None
 ) -> RetrofitReport:
-    if ranks.size == 1:
+    report, told, sharded = RetrofitReport(), None, bool(shards(pl_module))
+    if ranks.size == 1 and not sharded:
         return retrofit_(pl_module, sites, variant, cap, max_gain)
-    report, told = RetrofitReport(), None
     if ranks.rank == 0:
         try:
-            report = retrofit_(pl_module, sites, variant, cap, max_gain)
+            if sharded:
+                report = _rehearse(pl_module, sites, ranks, variant, cap, max_gain)
+            else:
+                report = retrofit_(pl_module, sites, variant, cap, max_gain)
             told = (report.refused, report.drift, report.plan.to_dict())
         except Exception as fault:
             ranks.broadcast(None)
             raise fault
+    elif sharded:
+        _attend(pl_module, ranks)
     told = ranks.broadcast(told)
     if told is None:
         return RetrofitReport()  # rank zero failed, and is about to say so
-    if ranks.rank:
+    if ranks.rank or sharded:
         refused, drift, plan = told
         report = retrofit_(pl_module, plan=RetrofitPlan.from_dict(plan))
         report.refused, report.drift = refused, drift
     return report
 
 
-def clip_for(trainer: Any, sites: Sequence[Site], ranks: Ranks, tau: float) -> tuple[QKClip, RetrofitReport]:
+def _rehearse(
+    pl_module: nn.Module, sites: Sequence[Site], ranks: Ranks, variant: Variant, cap: float, max_gain: float | None
+) -> RetrofitReport:
+    """Rank zero patches and verifies a sharded model, and takes it all back: only the plan is wanted.
+
+    The weights of one site at a time are whole, on all ranks, because no rank can gather them alone.
+    """
+
+    @contextlib.contextmanager
+    def around(name: str) -> Iterator[None]:
+        ranks.broadcast(name)
+        with unsharded(pl_module, named_modules(pl_module)[name]):
+            yield
+
+    try:
+        report = retrofit_each_(pl_module, sites, variant, cap, max_gain, around=around)
+    finally:
+        ranks.broadcast(None)
+    for name in report.applied:
+        uninstall(pl_module, name)
+    return report
+
+
+def _attend(pl_module: nn.Module, ranks: Ranks) -> None:
+    """What the other ranks do meanwhile."""
+    while (name := ranks.broadcast(None)) is not None:
+        with unsharded(pl_module, named_modules(pl_module)[name]):
+            pass
+
+
+def clip_for(live: Live, sites: Sequence[Site], ranks: Ranks, tau: float) -> tuple[QKClip, RetrofitReport]:
     """QK-clip for the sites that every rank can clip. Nothing is shrunk yet."""
-    refusal = trainers.refuses_patches(trainer)
+    refusal = live.refusal
+    if refusal is None and shards(live.models[0]):
+        refusal = "its weights are sharded, and QK-clip shrinks whole rows of them"
     clip, fault = QKClip([], tau), None
     try:
         clip = QKClip(sites if refusal is None else [], tau)
@@ -113,15 +171,16 @@ def clip_for(trainer: Any, sites: Sequence[Site], ranks: Ranks, tau: float) -> t
     return clip, RetrofitReport(list(clip.applied), refused, clip=True)
 
 
-def take_back_(trainer: Any, pl_module: nn.Module, report: RetrofitReport) -> None:
+def take_back_(live: Live, report: RetrofitReport) -> None:
     """Uninstall what a retrofit installed, in the model, its averages, the optimizers and the schedulers."""
     if report.clip:
         return
-    gains = [p for name, p in norm_parameters(pl_module) if name.rsplit(".qk_norm.", 1)[0] in report.applied]
-    for model in [pl_module, *trainers.averaged_models(trainer)]:
+    owned = norm_parameters(live.models[0])
+    gains = [p for name, p in owned if f".{name}".rpartition(f".{CHILD}.")[0][1:] in report.applied]
+    for model in live.models:
         for name in report.applied:
             uninstall(model, name)
-    remove_parameters(trainer.optimizers, gains, trainers.schedulers(trainer))
+    remove_parameters(live.optimizers, gains, live.schedulers)
 
 
 def set_ramp(model: nn.Module, alpha: float | None) -> None:

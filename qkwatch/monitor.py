@@ -22,6 +22,7 @@ from qkwatch.observe import Observer, readings_of
 from qkwatch.ranks import Broken, Ranks
 from qkwatch.rules import Alert, Rules, Thresholds
 from qkwatch.scout import Scout
+from qkwatch.sharding import shards
 from qkwatch.sites import Site, select
 from qkwatch.stats import COLUMNS, MAXIMA, Packed, Reading, merge
 
@@ -66,6 +67,7 @@ class Monitor:
         self.rules = Rules(thresholds)
         self.sites: list[Site] = []
         self.last_measured: int | None = None
+        self._last_whole: int | None = None
         self.broken: Exception | None = None
         self.told = self.empty = False
         self._layers, self._rows = layers, rows
@@ -92,6 +94,11 @@ class Monitor:
         return step != self._kept_at and not self.found_nothing
 
     @property
+    def last_whole(self) -> int | None:
+        """`last_measured`, or the one before while a step is not over: a run that breaks there measures it again."""
+        return self._last_whole if self._collecting else self.last_measured
+
+    @property
     def kept(self) -> bool:
         """Whether inputs were kept since the sites were found; the same on every rank."""
         return self._kept_at is not None
@@ -104,7 +111,7 @@ class Monitor:
     def begin(self, step: int, *, keep_calls: bool = False) -> None:
         """Attach for one forward pass. ``keep_calls``: the sites' inputs will be wanted (for a retrofit)."""
         self.discard()
-        self.last_measured, self._collecting = step, True
+        self._last_whole, self.last_measured, self._collecting = self.last_whole, step, True
         self._kept_at = step if keep_calls else self._kept_at
         self._searching = not self._known or (self._strangers and self._searches < _SEARCHES)
         self._searches += self._searching
@@ -202,12 +209,20 @@ class Monitor:
 
     def _settle(self, scout: Scout | None) -> None:
         """Agree with all ranks on the sites."""
-        found = self._locally(scout.sites) or [] if scout is not None else []
+        together = self._together(scout)
+        found = self._locally(lambda: scout.sites(together)) or [] if scout is not None else []
         if scout is not None and scout.fault is not None:
             self._on_fault("", scout.fault)
         self._known = self._agree(found) if self.ranks.size > 1 else found
         self.empty = not self._known and (scout is None or scout.fault is None)
         self.sites = select(self._known, self._layers) if self._known else []
+
+    def _together(self, scout: Scout | None) -> bool:
+        """Whether all ranks are about to look at the same sites, so that weights that are sharded can be gathered."""
+        if self.ranks.size == 1 or not shards(self.model):
+            return True
+        owners = self.ranks.gather_objects(None if scout is None else scout.owners)
+        return all(part is not None and part == owners[0] for part in owners)
 
     def _agree(self, found: list[Site]) -> list[Site]:
         """Every rank's sites in one order; one that did not run here is known by another rank's description."""

@@ -68,7 +68,7 @@ def add_parameters(
         here = where.get(id(param))
         group = live[here[0]].param_groups[here[1]] if here else {}
         suits = here is not None and _takes(live[here[0]], group)
-        if here and not any(_decays(group)) and (suits or isinstance(live[here[0]], torch.optim.LBFGS)):
+        if here and not any(decays(group)) and (suits or isinstance(live[here[0]], torch.optim.LBFGS)):
             continue
         kin = beside.get(name, ()) if isinstance(beside, Mapping) else beside
         where[id(param)] = goal = here if here and suits else _choose(live, kin, name)
@@ -256,13 +256,13 @@ def _clone(groups: Sequence[Group], index: int, members: Named) -> Group:
 
 def _exempt(group: Group) -> None:
     """Make a clone fit for gains."""
-    for key in list(_decays(group)):
+    for key in list(decays(group)):
         group[key] = torch.zeros_like(group[key]) if isinstance(group[key], Tensor) else 0.0
     if "fallback_lr_scale" in group:  # timm's Muon would take a (H, D) gain for a matrix
         group["use_fallback"] = True
 
 
-def _decays(group: Group) -> Iterator[str]:
+def decays(group: Group) -> Iterator[str]:
     """Options that pull weights to zero and are on; a flag such as ``decoupled_weight_decay`` is none."""
     for key, value in group.items():
         number = isinstance(value, int | float | Tensor) and not isinstance(value, bool)

@@ -58,8 +58,9 @@ class TapPlan:
 
 
 def kind_of(module: nn.Module) -> str:
-    """A module's class name, also while qkwatch has changed its class."""
-    return getattr(type(module), "_qkwatch_base", type(module)).__name__
+    """A module's class name, also while qkwatch or `fully_shard` has changed its class."""
+    foreign = ("qkwatch.taps", "torch.distributed.fsdp")
+    return next(kind.__name__ for kind in type(module).__mro__ if not kind.__module__.startswith(foreign))
 
 
 def weight_shape(module: nn.Module) -> tuple[int, ...]:

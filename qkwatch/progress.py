@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from torch import Tensor
+
 from qkwatch.midrun import Retrofit
 from qkwatch.rules import Alert, Forecast, Level
 
@@ -24,6 +26,7 @@ class Progress:
         pending: why a retrofit is due; None where none is.
         decided: a retrofit was made, or refused for every site.
         ramp_from: the step at which a ramp began; None where none is under way.
+        ramp: how far it has come, 0 to 1; None where none is under way.
         clipping: QK-clip is in force.
         loss: the training loss last seen around a retrofit.
     """
@@ -36,15 +39,16 @@ class Progress:
     pending: str | None = None
     decided: bool = False
     ramp_from: int | None = None
+    ramp: float | None = None
     clipping: bool = False
     loss: float | None = None
 
-    def note_loss(self, loss: Any, step: int) -> None:
-        """``loss()`` before and after a retrofit; nothing is moved from the device on any other step."""
+    def note_loss(self, loss: Tensor | None, step: int) -> None:
+        """The loss before and after a retrofit; nothing is moved from the device on any other step."""
         last = self.retrofits[-1] if self.retrofits else None
         waiting = last is not None and last.loss_after is None and last.step != step
         if self.pending is not None or waiting:
-            self.loss = loss()
+            self.loss = None if loss is None else float(loss)
         if last is not None and waiting:
             last.loss_after = self.loss
 
@@ -61,8 +65,8 @@ class Progress:
     def state_dict(self) -> dict[str, Any]:
         """Primitives only: checkpoints are read with ``weights_only=True``."""
         alerts = [_to_list(alert) for alert in self.alerts]
-        kept = ("steps", "counted_at", "measured", "pending", "decided", "ramp_from", "clipping")
-        state = {name: getattr(self, name) for name in kept}
+        names = ("steps", "counted_at", "measured", "pending", "decided", "ramp_from", "ramp", "clipping")
+        state = {name: getattr(self, name) for name in names}
         return {**state, "alerts": alerts}
 
     @classmethod

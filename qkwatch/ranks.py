@@ -47,7 +47,7 @@ class Ranks:
     broadcast: Callable[[Any], Any] = _same
 
     @classmethod
-    def of_process_group(cls, broadcast: Callable[[Any], Any]) -> Ranks:
+    def of_process_group(cls, broadcast: Callable[[Any], Any] | None = None) -> Ranks:
         """The ranks of the default process group."""
         size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
 
@@ -61,7 +61,12 @@ class Ranks:
             torch.distributed.all_gather(parts, values.contiguous())
             return torch.stack(parts)
 
-        return cls(size, rank, gather_objects, gather, broadcast)
+        def from_first(value: Any) -> Any:
+            box = [value]
+            torch.distributed.broadcast_object_list(box, 0)
+            return box[0]
+
+        return cls(size, rank, gather_objects, gather, broadcast or from_first)
 
     def first(self, value: T | None) -> T | None:
         """The first rank's value that is not None, on every rank."""

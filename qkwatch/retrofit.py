@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +20,9 @@ from qkwatch.modules import clean_name, named_modules
 from qkwatch.norms import QKNorm, Variant, get_variant
 from qkwatch.plan import RetrofitPlan, SitePlan, TapPlan
 from qkwatch.probe import Refusal
+from qkwatch.sharding import is_spread, shard_norms
 from qkwatch.sites import Site
+from qkwatch.stored import stored_keys
 from qkwatch.surgery import (
     CHILD,
     check_all_removable,
@@ -94,7 +98,8 @@ def retrofit_(
         max_gain: the ceiling a learned gain can never pass; None for none.
         calibrate: start the gains from the measured RMS of q and k, so that the function is kept as far as the
             cap allows; False starts them as the variant's system does.
-        plan: apply this plan instead, without running anything.
+        plan: apply this plan instead, without running anything. On a model sharded by `fully_shard` the gains are
+            sharded too (call it on every rank).
 
     Raises:
         QKWatchError: unknown variant, bad cap, neither sites nor plan, or a plan for another model.
@@ -109,7 +114,20 @@ def retrofit_(
         raise QKWatchError(f"max_gain must be positive or None, got {max_gain!r}")
     if variant == CLIP:
         return _clip(model, sites, cap)
-    chosen, report, plans = get_variant(variant), RetrofitReport(), []
+    return retrofit_each_(model, sites, get_variant(variant), cap, max_gain, calibrate)
+
+
+def retrofit_each_(
+    model: nn.Module,
+    sites: Sequence[Site],
+    variant: Variant,
+    cap: float,
+    max_gain: float | None,
+    calibrate: bool = True,
+    around: Callable[[str], AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> RetrofitReport:
+    """`retrofit_` from sites, each patched and verified inside ``around(its name)``."""
+    report, plans = RetrofitReport(), []
     names = {id(module): name for name, module in reversed(named_modules(model).items())}
     shared = _shared_taps(sites)
     with undone_on_error(model, report.applied):
@@ -117,7 +135,8 @@ def retrofit_(
             name = names.get(id(site.module), site.name)  # the sites may have been found in a part of this model
             try:
                 _check(site, names, shared)
-                done = _patch(model, site, _draft(site, chosen, max_gain, names), cap, calibrate)
+                with around(name):
+                    done = _patch(model, site, _draft(site, variant, max_gain, names), cap, calibrate)
             except (Refusal, QKWatchError) as refusal:
                 report.refused[name] = str(refusal)
                 continue
@@ -130,6 +149,8 @@ def retrofit_(
 
 def _patch(model: nn.Module, site: Site, draft: SitePlan, cap: float, calibrate: bool) -> Verified:
     """One site, patched and verified; as it was where that fails."""
+    if is_spread(site.module):
+        raise Refusal("its weights are sharded: patch before fully_shard, or apply a plan; QKWatch does it in mid-run")
     norm = install(model, draft)
     with undone_on_error(model, [draft.site]):
         try:
@@ -170,7 +191,8 @@ def restore_(model: nn.Module, checkpoint: str | os.PathLike[str] | Mapping[str,
     weights-only file does too.
 
     Args:
-        checkpoint: a state_dict, a Lightning checkpoint, or the path of either.
+        checkpoint: a state_dict, a Lightning checkpoint, or the path of either; also a safetensors file, or the
+            folder of a sharded checkpoint or of one that `transformers` saved.
 
     Returns:
         The names of the sites that are patched now.
@@ -178,10 +200,7 @@ def restore_(model: nn.Module, checkpoint: str | os.PathLike[str] | Mapping[str,
     Raises:
         QKWatchError: the checkpoint was saved from another model; the message names the first mismatch.
     """
-    if not isinstance(checkpoint, Mapping):
-        checkpoint = torch.load(checkpoint, map_location="cpu", weights_only=True)
-    assert isinstance(checkpoint, Mapping)
-    state = checkpoint.get("state_dict", checkpoint)
+    state = checkpoint.get("state_dict", checkpoint) if isinstance(checkpoint, Mapping) else stored_keys(checkpoint)
     match_(model, plan_of(state))
     return patched_sites(model)
 
@@ -271,6 +290,7 @@ def _apply(model: nn.Module, plan: RetrofitPlan) -> RetrofitReport:
         for site in plan.sites:
             install(model, site)
             report.applied.append(site.site)
+        shard_norms(model)
     return report
 
 

@@ -19,6 +19,7 @@ from qkwatch.measure import Rows, measure, measure_at
 from qkwatch.modules import ModuleStack, named_modules, unwrap
 from qkwatch.operations import aten
 from qkwatch.probe import Call, Refusal, isolated, replay
+from qkwatch.sharding import unsharded
 from qkwatch.sites import Site
 from qkwatch.stats import Packed, gather_heads, merge, reading_from
 from qkwatch.trace import find_taps
@@ -134,27 +135,47 @@ class Scout:
         if module is self._root and self._on_done is not None:
             self._on_done()
 
-    def sites(self) -> list[Site]:
+    def sites(self, together: bool = True) -> list[Site]:
         """Find the taps (small autograd probes on the inputs just seen) and describe each site.
 
-        Afterwards ``packs`` holds the figures of each core that ran, with its site, in running order.
+        Afterwards ``packs`` holds the figures of each core that ran, with its site, in running order. Of a model
+        that is sharded the weights are gathered, site by site, if all ranks do this ``together``.
         """
-        groups: dict[int, list[_Sighting]] = {}
-        for sighting in self._sightings:
-            if sighting.confirmed:
-                groups.setdefault(id(_owner(sighting.chain)), []).append(sighting)
         sites: dict[int, Site] = {}
-        for group in groups.values():
-            site = self._resolve(group)
-            site = sites.setdefault(id(site.module), site)
-            for sighting, packed in zip(group, self._packs_of(site, group), strict=True):
-                sighting.site, sighting.packed = site, packed
+        faults: list[Exception] = []
+        for group in self._groups():
+            widest = [m for m in group[0].chain if _has_weights(m)][:_WIDEN] or group[0].chain[:1]
+            with unsharded(self._root, widest[-1]) if together else contextlib.nullcontext():
+                try:
+                    self._describe(group, sites)
+                except Exception as fault:  # not at once: other ranks may be waiting at the next site
+                    faults.append(fault)
+        if faults:
+            raise faults[0]
         seen = [s for s in self._sightings if s.site is not None]
         self.packs = [(s.site, s.packed) for s in seen if s.site is not None and s.packed is not None]
         for site in sites.values():
             mine = [packed for owner, packed in self.packs if owner is site]
             site.reading = reading_from(merge(mine), site.name) if mine else None
         return list(sites.values())
+
+    @property
+    def owners(self) -> list[str]:
+        """Whose cores ran, in the order in which `sites` will look at them."""
+        return [self._names[id(_owner(group[0].chain))] for group in self._groups()]
+
+    def _groups(self) -> list[list[_Sighting]]:
+        groups: dict[int, list[_Sighting]] = {}
+        for sighting in self._sightings:
+            if sighting.confirmed:
+                groups.setdefault(id(_owner(sighting.chain)), []).append(sighting)
+        return list(groups.values())
+
+    def _describe(self, group: list[_Sighting], sites: dict[int, Site]) -> None:
+        site = self._resolve(group)
+        site = sites.setdefault(id(site.module), site)
+        for sighting, packed in zip(group, self._packs_of(site, group), strict=True):
+            sighting.site, sighting.packed = site, packed
 
     def _resolve(self, group: list[_Sighting]) -> Site:
         first = group[0]

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from qkwatch.ranks import Ranks
-from qkwatch.rules import Alert
-from qkwatch.stats import Reading
+from qkwatch.sharding import shards
 
 _REFUSALS = {
     "DeepSpeedStrategy": "DeepSpeed has flattened the parameters",
     "FSDPStrategy": "FSDP has flattened the parameters",
-    "ModelParallelStrategy": "the model is sharded, and a parameter that is not would drift apart between ranks",
 }
 _REMEDY = (
     "patch first, then shard: with a plan made on the unsharded model (qkwatch.retrofit_(...).plan), call "
@@ -62,7 +60,17 @@ def refuses_patches(trainer: Any) -> str | None:
     for kind in type(trainer.strategy).__mro__:
         if kind.__name__ in _REFUSALS:
             return f"{_REFUSALS[kind.__name__]}; {_REMEDY}"
+    mesh = getattr(trainer.strategy, "_device_mesh", None)  # of ModelParallelStrategy: FSDP2, tensor parallelism
+    if mesh is not None and "tensor_parallel" in (mesh.mesh_dim_names or ()) and mesh["tensor_parallel"].size() > 1:
+        return f"tensor parallelism spreads the heads of a layer over ranks; {_REMEDY}"
+    if mesh is not None and mesh.size() > 1 and not shards(trainer.lightning_module):
+        return f"no part of the model is sharded by fully_shard, so nothing would average its gradients; {_REMEDY}"
     return None
+
+
+def loads_by_itself(trainer: Any) -> bool:
+    """Whether the strategy fills model and optimizers from the file, once both are set up (FSDP2)."""
+    return any(kind.__name__ == "ModelParallelStrategy" for kind in type(trainer.strategy).__mro__)
 
 
 def averaged_models(trainer: Any) -> list[nn.Module]:
@@ -79,21 +87,6 @@ def loss_of(outputs: Any) -> torch.Tensor | None:
     """The loss that a training step returned, still on its device; None where it returned none."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     return loss.detach() if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
-
-
-def aggregates(readings: Sequence[Reading], alerts: Sequence[Alert]) -> dict[str, float]:
-    """The few figures that EarlyStopping and ModelCheckpoint may monitor; what was not measured is left out.
-
-    An infinite logit is logged as the largest float32: it must not stop a logger, and nothing exceeds it.
-    """
-    largest = torch.cat([r.max_logit for r in readings])
-    entropy = torch.cat([r.entropy for r in readings])
-    figures = {"qkwatch/alert_level": float(max((a.level for a in alerts), default=0))}
-    if not largest.isnan().all():
-        figures["qkwatch/max_logit"] = float(largest[~largest.isnan()].max().clamp_max(torch.finfo(torch.float32).max))
-    if not entropy.isnan().all():
-        figures["qkwatch/min_entropy"] = float(entropy[~entropy.isnan()].min())
-    return figures
 
 
 def log(pl_module: Any, figures: dict[str, float]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 from statistics import median
 from typing import Any
@@ -81,7 +81,7 @@ class Snapshot:
         ]
 
     @torch.no_grad()
-    def put_back(self, optimizers: Iterable[Any]) -> None:
+    def put_back(self) -> None:
         """Values into the same tensors; the optimizers' state as it was."""
         for tensor, value in self._values:
             tensor.copy_(value)

@@ -18,6 +18,7 @@ import pytorch_lightning
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.tuner import Tuner
 from tiny import HEADS, LENGTH, Tiny, assert_same, data, loss_of, trainer, weights
 from torch import nn
 from torch.nn.modules import module as torch_module
@@ -26,7 +27,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import qkwatch
 from qkwatch import Level, QKWatch, QKWatchError, Thresholds
-from qkwatch.callback import HISTORY
+from qkwatch.watching import HISTORY
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SITES = ["net.blocks.0.attn", "net.blocks.1.attn"]
@@ -389,13 +390,13 @@ def test_clipping_sees_the_gains() -> None:
     assert norms == pytest.approx([1e-3] * 9, rel=1e-3)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed", "64-true"])
 @pytest.mark.parametrize("kind", ["sdpa", "eager", "mha"])
-def test_half_precision(precision: str, kind: str) -> None:
+def test_other_precisions(precision: str, kind: str) -> None:
     callback, module = watch(retrofit="now"), Tiny(kind, sharp=True)
     run, _ = fit(callback, module=module, precision=precision, gradient_clip_val=1.0)
     assert callback.retrofits[0].report.applied == SITES, callback.retrofits[0].report.refused
-    expected = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    expected = {"bf16-true": torch.bfloat16, "64-true": torch.float64}.get(precision, torch.float32)
     assert {p.dtype for p in module.parameters()} == {expected}
     assert math.isfinite(run.callback_metrics["loss"])
     assert all(r.max_logit.dtype == torch.float32 for r in callback.readings)
@@ -479,7 +480,7 @@ FAULTS: dict[str, tuple[str, str]] = {
     "attaching": ("qkwatch.monitor.Monitor._attach", "stands down"),
     "right after attaching": ("qkwatch.intervene.Intervention.ramp", "stands down"),
     "keeping inputs": ("qkwatch.scout.Call.of", "measurement"),
-    "summary": ("qkwatch.callback.summary", "stands down"),
+    "summary": ("qkwatch.watching.summary", "stands down"),
 }
 
 
@@ -741,6 +742,26 @@ def test_the_learning_rate_finder(first: bool) -> None:
         fit(*([callback, finder] if first else [finder, callback]), steps=5)
         assert [step for step, _ in callback.history] == [0, 1, 2, 3, 4]
         assert callback.retrofits[0].report.applied == SITES
+
+
+def test_the_batch_size_finder() -> None:
+    class Data(L.LightningDataModule):
+        batch_size = 2
+
+        def train_dataloader(self) -> Any:
+            return data(64, batch_size=self.batch_size)
+
+        def val_dataloader(self) -> Any:
+            return data(8)
+
+    callback, source, module = watch(retrofit="now", every_n_steps=1), Data(), Tiny()
+    run = trainer(callback, max_steps=5)
+    Tuner(run).scale_batch_size(module, datamodule=source, max_trials=2, steps_per_trial=2)
+    assert not callback.history
+    assert not callback.retrofits
+    run.fit(module, source)
+    assert [step for step, _ in callback.history] == [0, 1, 2, 3, 4]
+    assert callback.retrofits[0].report.applied == SITES
 
 
 YAML = """

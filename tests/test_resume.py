@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -19,6 +20,7 @@ import torch
 from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
     ModelCheckpoint,
+    OnExceptionCheckpoint,
     StochasticWeightAveraging,
     WeightAveraging,
 )
@@ -183,6 +185,72 @@ def test_a_ramp_goes_on(tmp_path: Path) -> None:
     module, callback = Scheduled(sharp=True), watch(retrofit="now", ramp_steps=6)
     run = train(module, callback, tmp_path / "b", steps=10, path=tmp_path / "step=3.ckpt")
     assert_same(state_of(run, module, callback), straight)
+
+
+def test_best_from_before_the_patch_and_last_from_after_it(tmp_path: Path) -> None:
+    class Ages(Tiny):
+        def training_step(self, batch: Any, index: int) -> Any:
+            self.log("age", float(self.global_step))
+            return super().training_step(batch, index)
+
+    def saving() -> ModelCheckpoint:
+        return ModelCheckpoint(tmp_path, monitor="age", mode="min", save_last=True, every_n_train_steps=1)
+
+    ends = []
+    for steps in (8, 4):
+        module, callback = Ages(sharp=True), watch(retrofit="auto")
+        run = trainer(callback, saving(), max_steps=steps)
+        run.fit(module, same_batch(), same_batch(1))
+        ends.append((weights(module), callback.state_dict()))
+    run.validate(module, same_batch(1), ckpt_path="best", verbose=False)
+    assert patched_sites(module) == []
+    run.test(module, same_batch(1), ckpt_path="last", verbose=False)
+    assert_same(weights(module), ends[1][0])
+    module, callback = Ages(sharp=True), watch(retrofit="auto")
+    trainer(callback, saving(), max_steps=8).fit(module, same_batch(), same_batch(1), ckpt_path="last")
+    assert_same((weights(module), callback.state_dict()), ends[0])
+
+
+@pytest.mark.parametrize("step", [1, 2, 4])
+def test_the_checkpoint_of_a_run_that_broke_in_a_measured_step(step: int, tmp_path: Path) -> None:
+    class Breaks(Tiny):
+        broken = False
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            loss = super().training_step(batch, index)
+            if self.broken and self.global_step == step:
+                raise ZeroDivisionError
+            return loss
+
+    ends = []
+    for broken in (False, True):
+        module, callback = Breaks(sharp=True), watch(retrofit="auto", every_n_steps=1)
+        module.broken = broken
+        run = trainer(callback, OnExceptionCheckpoint(tmp_path), max_steps=8)
+        with pytest.raises(ZeroDivisionError) if broken else contextlib.nullcontext():
+            run.fit(module, same_batch(8), same_batch(1))
+        ends.append((weights(module), callback.state_dict()))
+    module, callback = Tiny(sharp=True), watch(retrofit="auto", every_n_steps=1)
+    run = trainer(callback, max_steps=8)
+    run.fit(module, same_batch(8), same_batch(1), ckpt_path=tmp_path / "on_exception.ckpt")
+    assert_same((weights(module), callback.state_dict()), ends[0])
+
+
+@pytest.mark.parametrize("verb", ["validate", "test"])
+def test_a_checkpoint_from_the_middle_of_a_ramp_evaluates_as_it_was(verb: str, tmp_path: Path) -> None:
+    module, callback = Scheduled(sharp=True), watch(retrofit="now", ramp_steps=6)
+    run = train(module, callback, tmp_path, steps=4)
+    [live] = getattr(run, verb)(module, same_batch(1), verbose=False)
+    other = watch(ramp_steps=6)
+    evaluate = getattr(trainer(other), verb)
+    fresh = Scheduled()
+    for path, ramped in ((tmp_path / "step=4.ckpt", True), (tmp_path / "step=1.ckpt", False)):
+        [loss] = evaluate(fresh, same_batch(1), ckpt_path=path, verbose=False)
+        assert (loss == live) == ramped
+    train(module, callback := watch(ramp_steps=6), tmp_path / "b", steps=10, path=tmp_path / "step=4.ckpt")
+    [done] = getattr(trainer(), verb)(module, same_batch(1), verbose=False)
+    evaluate(fresh, same_batch(1), ckpt_path=tmp_path / "step=4.ckpt", verbose=False)
+    assert evaluate(fresh, same_batch(1), ckpt_path=tmp_path / "b" / "step=10.ckpt", verbose=False) == [done]
 
 
 def test_an_old_checkpoint_goes_on_patched_with_its_optimizer_state(tmp_path: Path) -> None:

@@ -1,0 +1,253 @@
+"""What every integration's callback does in a step, whoever trains: read, alert, patch when it is due, report."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from qkwatch.guard import Guard, guarded, text_of
+from qkwatch.intervene import Intervention
+from qkwatch.midrun import Live, Retrofit
+from qkwatch.monitor import Monitor
+from qkwatch.options import check_options
+from qkwatch.panels import Panels
+from qkwatch.progress import Progress
+from qkwatch.ranks import Ranks
+from qkwatch.report import alert_text, reading_table, retrofit_text, summary
+from qkwatch.retrofit import RetrofitReport
+from qkwatch.rules import Alert, Level, Thresholds
+from qkwatch.sites import Site
+from qkwatch.stats import Reading
+from qkwatch.variants import CLIP, Variant, get_variant
+
+HISTORY = 128  # steps of readings kept in `history`
+
+
+class Watching(Guard):
+    """Options, and the course of a step; ``host`` is whatever the training library hands to its callbacks.
+
+    begin      before the forward pass of a step
+    read       after the step: figures, alerts
+    consider   then: a retrofit, if one is due
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int = 10,
+        retrofit: Literal["off", "auto", "now"] = "off",
+        variant: str | Variant = "l2",
+        cap: float = 20.0,
+        max_gain: float | None = 100.0,
+        ramp_steps: int = 0,
+        budget: float | None = None,
+        budget_steps: int = 20,
+        thresholds: Thresholds | None = None,
+        layers: str | Sequence[str] | None = None,
+        rows: int | str = "auto",
+        console: bool = True,
+        on_error: Literal["warn", "raise"] = "warn",
+    ):
+        super().__init__()
+        self.every_n_steps, self.retrofit = every_n_steps, retrofit
+        self.variant = CLIP if variant == CLIP else get_variant(variant)
+        self.cap, self.max_gain, self.ramp_steps = cap, max_gain, ramp_steps
+        self.budget, self.budget_steps = budget, budget_steps
+        self.thresholds, self.layers, self.rows = thresholds or Thresholds(), layers, rows
+        self.console, self.on_error = console, on_error
+        check_options(self)
+        self._panels: Panels | None = None
+        self._stood_down = False
+        self._warned: set[str] = set()
+        self._step = 0  # when the batch began
+        self.history: deque[tuple[int, list[Reading]]] = deque(maxlen=HISTORY)
+        self._forget()
+
+    def _forget(self) -> None:
+        """As if nothing had been watched yet."""
+        self._monitor: Monitor | None = None
+        self._run = Progress()
+        self._intervention = self._fresh()
+        self.readings: list[Reading] = []
+        self.history.clear()
+
+    def _fresh(self) -> Intervention:
+        options = self.variant, self.cap, self.max_gain, self.ramp_steps, self.budget, self.budget_steps
+        return Intervention(*options)
+
+    @property
+    def sites(self) -> list[Site]:
+        return self._monitor.sites if self._monitor is not None else []
+
+    @property
+    def alerts(self) -> list[Alert]:
+        return self._run.alerts
+
+    @property
+    def retrofits(self) -> list[Retrofit]:
+        return self._run.retrofits
+
+    # -- what the integrations say for themselves -----------------------------------------------------------
+
+    @abstractmethod
+    def _say(self, host: Any, renderable: Any) -> None:
+        """Print, on one rank, if `console` is on."""
+
+    @abstractmethod
+    def _log(self, host: Any, model: nn.Module, figures: dict[str, float]) -> None:
+        """Give the few figures of the whole model to the training library; every rank has the same."""
+
+    @abstractmethod
+    def _live(self, host: Any, model: nn.Module) -> Live:
+        """What a retrofit would change."""
+
+    # -- a run ----------------------------------------------------------------------------------------------
+
+    def _watch(self, model: nn.Module, ranks: Ranks) -> None:
+        """A fit begins."""
+        before = self._monitor
+        self._monitor = Monitor(
+            model,
+            every_n_steps=self.every_n_steps,
+            layers=self.layers,
+            rows=self.rows,
+            thresholds=self.thresholds,
+            on_fault=self._fault,
+            on_unseen=self._unseen,
+            ranks=ranks,
+        )
+        self._stood_down, self._warned, self._intervention = False, set(), self._fresh()
+        if before is not None:
+            self._monitor.rules, self._monitor.last_measured = before.rules, before.last_whole
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run is; primitives only."""
+        if self._monitor is None:
+            return {}
+        rules, last_measured = self._monitor.rules.state_dict(), self._monitor.last_whole
+        return {"rules": rules, "last_measured": last_measured, "run": self._run.state_dict()}
+
+    def _go_on_from(self, saved: dict[str, Any]) -> None:
+        """From where the run was whose `state_dict` this is."""
+        assert self._monitor is not None
+        self._monitor.rules.load_state_dict(saved["rules"])
+        self._monitor.last_measured = saved["last_measured"]
+        self._run = Progress.from_state_dict(saved["run"])
+
+    # -- one step -------------------------------------------------------------------------------------------
+
+    def _begin(self, model: nn.Module, step: int) -> None:
+        assert self._monitor is not None
+        self._step = step
+        if self.retrofit == "now" and not self._run.decided:
+            self._run.pending = self._run.pending or 'retrofit="now"'
+        if self._run.pending is not None and self._monitor.keep_due(step):
+            self._monitor.begin(step, keep_calls=True)
+        elif self._monitor.due(step):
+            self._monitor.begin(step)
+        self._intervention.ramp(model, self._run, step)
+
+    @guarded
+    def _read(self, host: Any, model: nn.Module, loss: Tensor | None, global_step: int) -> None:
+        """The readings of this step, if it was measured."""
+        assert self._monitor is not None
+        self._run.count(global_step)
+        readings, alerts = self._monitor.collect(self._step)
+        if readings:
+            self._take(host, model, readings, alerts)
+        self._run.note_loss(loss, self._step)
+        self._intervention.note_loss(self._step, loss)
+        if self._monitor.empty and self._first_time("empty"):
+            self._say(host, "qkwatch: no softmax attention ran in this model's forward pass: nothing to watch")
+
+    @guarded
+    def _consider(self, host: Any, model: nn.Module) -> None:
+        """A retrofit, if one is due: between two optimizer steps, never inside an accumulation window."""
+        assert self._monitor is not None
+        monitor, run = self._monitor, self._run
+        if self.retrofit == "auto" and not run.decided and monitor.last_measured == self._step:
+            run.pending = monitor.ranks.first(run.pending)
+        # patched once something has run while its inputs were kept
+        if run.pending is not None and not run.decided and run.steps != self._step and monitor.sites and monitor.kept:
+            self._patch(host, model)
+        if run.clipping and self.variant == CLIP and self.history and self.history[-1][0] == self._step:
+            clipped = self._intervention.clip_heads(self._live(host, model), monitor, self.readings)
+            self._log(host, model, {"qkwatch/clipped_heads": float(clipped)})
+        if self._intervention.ripe:
+            self._judge(host, model)
+        if run.pending is None:
+            monitor.drop_calls()
+
+    def _judge(self, host: Any, model: nn.Module) -> None:
+        """Was the retrofit within its budget?"""
+        assert self._monitor is not None
+        alert = self._intervention.judge(self._live(host, model), self._monitor, self._run, self._step)
+        if alert is not None:
+            self._run.alerts.append(alert)
+            self._tell(host, [alert])
+
+    def _take(self, host: Any, model: nn.Module, readings: list[Reading], alerts: list[Alert]) -> None:
+        loud = [alert for alert in alerts if alert.level >= Level.WARN]
+        if loud and self.retrofit == "auto" and not self._run.decided:
+            self._run.pending = f"alert at step {self._step}"
+        self.readings = readings
+        self.history.append((self._step, readings))
+        self._run.measured += 1
+        self._run.alerts += alerts
+        self._log(host, model, aggregates(readings, alerts))
+        if self._panels is not None:
+            self._panels.readings(readings, self._step)
+        self._tell(host, alerts)
+        if loud:
+            self._say(host, reading_table(readings, title=f"attention at step {self._step}", most=8))
+
+    def _tell(self, host: Any, alerts: list[Alert]) -> None:
+        if self._panels is not None and alerts:
+            self._panels.alerts(alerts, self._step)
+        for alert in alerts:
+            if alert.level >= Level.WARN:
+                self._say(host, alert_text(alert))
+
+    def _patch(self, host: Any, model: nn.Module) -> None:
+        assert self._monitor is not None
+        self._run.decided, self._run.pending = True, None
+        try:
+            report = self._intervention.make(self._live(host, model), self._monitor, self._run, self._step)
+        except Exception as fault:
+            if self.on_error == "raise":
+                raise
+            self._warn_once("retrofit", f"the retrofit failed ({text_of(fault)}): the model is as before, and watched")
+            report = RetrofitReport(refused={site.name: text_of(fault) for site in self._monitor.sites})
+        self.retrofits.append(Retrofit(self._step, report, loss_before=self._run.loss))
+        text = retrofit_text(report)
+        self._say(host, text)
+        if self._panels is not None:
+            self._panels.retrofit(text.plain, self._step)
+
+    def _summary(self) -> Any:
+        return summary(
+            sites=len({r.site for r in self.readings} | {s.name for s in self.sites}),
+            readings=self._run.measured,
+            alerts=self.alerts,
+            retrofits=[entry.report for entry in self.retrofits],
+            last=self.readings,
+        )
+
+
+def aggregates(readings: Sequence[Reading], alerts: Sequence[Alert]) -> dict[str, float]:
+    """The few figures that EarlyStopping and ModelCheckpoint may monitor; what was not measured is left out.
+
+    An infinite logit is logged as the largest float32: it must not stop a logger, and nothing exceeds it.
+    """
+    largest = torch.cat([r.max_logit for r in readings])
+    entropy = torch.cat([r.entropy for r in readings])
+    figures = {"qkwatch/alert_level": float(max((a.level for a in alerts), default=0))}
+    if not largest.isnan().all():
+        figures["qkwatch/max_logit"] = float(largest[~largest.isnan()].max().clamp_max(torch.finfo(torch.float32).max))
+    if not entropy.isnan().all():
+        figures["qkwatch/min_entropy"] = float(entropy[~entropy.isnan()].min())
+    return figures
