@@ -178,6 +178,16 @@ class Tap:
     normed: bool
 
 
+@dataclass(frozen=True)
+class CoreTap:
+    """Where q and k can be normed as the fused softmax takes them: the heads' axis, and how many key heads."""
+
+    layout: HeadLayout
+    k_heads: int
+    head_dim: int
+    self_attention: bool = field(default=True, compare=False)
+
+
 @dataclass
 class Taps:
     """The taps of a site's core, how its tensors hold the heads, and whether queries and keys are of one input."""

@@ -15,7 +15,7 @@ from qkwatch.errors import QKWatchError
 from qkwatch.mha import QKNormMultiheadAttention
 from qkwatch.modules import clean_name, named_modules
 from qkwatch.norms import QKNorm, Variant, get_variant
-from qkwatch.plan import RetrofitPlan, SitePlan, TapPlan
+from qkwatch.plan import CorePlan, RetrofitPlan, SitePlan, TapPlan, kind_of
 from qkwatch.probe import Refusal
 from qkwatch.sites import Site
 from qkwatch.surgery import (
@@ -110,6 +110,7 @@ def retrofit_(
             name = names.get(id(site.module), site.name)  # the sites may have been found in a part of this model
             try:
                 _check(site, names, shared)
+                _check_at_core(site, chosen)
                 done = _patch(model, site, _draft(site, chosen, max_gain, names), cap, calibrate)
             except (Refusal, QKWatchError) as refusal:
                 report.refused[name] = str(refusal)
@@ -236,12 +237,33 @@ def _check(site: Site, names: Mapping[int, str], shared: Mapping[int, set[str]])
             raise Refusal(f"its projection ({name}) is a script module")
 
 
+def _check_at_core(site: Site, variant: Variant) -> None:
+    """What holds for sites without projections to norm, whose norms sit behind rotary embeddings."""
+    if site.core_tap is None:
+        return
+    if variant.axis != "head" or variant.gain not in ("none", "scalar", "per_head"):
+        raise Refusal(
+            "its queries and keys can be normed only where the softmax takes them, behind any rotary embedding: "
+            f"{variant.name!r} has {'one norm over all heads' if variant.axis != 'head' else 'a gain per channel'}, "
+            "which means another thing there; 'l2', 'henry', 'swinv2' and 'llama4' fit"
+        )
+    name = type(site.module).__name__
+    if "forward" in site.module.__dict__:
+        raise Refusal(f"the forward of the {name} is overridden on the instance")
+    if isinstance(site.module, torch.jit.ScriptModule):
+        raise Refusal("it is a script module")
+    if parts_of(site.module):
+        raise Refusal(f"its output ({name}) is normed for another site already")
+
+
 def _draft(site: Site, variant: Variant, max_gain: float | None, names: Mapping[int, str]) -> SitePlan:
     taps = None
     if site.taps is not None:
         q, k = (TapPlan.of(names[id(tap.module)], tap.module, tap.channels) for tap in site.taps)
         taps = (q, k)
-    return SitePlan(names[id(site.module)], site.q_heads, site.k_heads, site.head_dim, variant, max_gain, taps=taps)
+    core = None if site.core_tap is None else CorePlan(kind_of(site.module), site.core_tap.layout.axis)
+    shape = (site.q_heads, site.k_heads, site.head_dim)
+    return SitePlan(names[id(site.module)], *shape, variant, max_gain, taps=taps, core=core)
 
 
 def _apply(model: nn.Module, plan: RetrofitPlan) -> RetrofitReport:
@@ -268,6 +290,8 @@ def _mismatch(plan: SitePlan, modules: Mapping[str, nn.Module], replaced: bool) 
         return f"it has no module {plan.site!r}"
     if CHILD in site._modules and not replaced:
         return f"{plan.site!r} is patched already"
+    if plan.core is not None:
+        return plan.core.mismatch(plan.site, site)
     if plan.taps is not None:
         return next((p for tap in plan.taps if (p := tap.mismatch(modules))), None)
     if type(site) not in (nn.MultiheadAttention, QKNormMultiheadAttention):

@@ -13,6 +13,8 @@ from torch.nn import functional as F
 
 from qkwatch.capture import CoreCapture
 from qkwatch.core import Core
+from qkwatch.coretaps import has_core_norm
+from qkwatch.coretrace import find_core_tap
 from qkwatch.errors import QKWatchError
 from qkwatch.layout import HeadLayout, default_layout
 from qkwatch.measure import Rows, measure, measure_at
@@ -194,6 +196,9 @@ class Scout:
                 call=call,
                 self_attention=taps.self_attention,
             )
+        at_core = self._site_at_core(first, owner) if refusal is None or not refusal.normed else None
+        if at_core is not None:
+            return at_core
         reason = refusal.reason if refusal else "the inputs of its forward are not known"
         if refusal is not None and refusal.normed:
             reason = "its queries and keys are normed already"
@@ -208,6 +213,31 @@ class Scout:
             module=owner,
             layout=layout,
             call=self._calls.get(id(owner)),
+        )
+
+    def _site_at_core(self, first: _Sighting, owner: nn.Module) -> Site | None:
+        """The fallback: a site whose queries and keys can be normed where its fused softmax takes them."""
+        call = self._calls.get(id(owner))
+        try:
+            tap = find_core_tap(owner, call) if call is not None else None
+        except Refusal:
+            return None  # the reason why its projections cannot be normed says more
+        if tap is None:
+            return None
+        normed = has_core_norm(owner)
+        return Site(
+            self._names[id(owner)],
+            tap.layout.heads,
+            tap.k_heads,
+            tap.head_dim,
+            normed,
+            not normed,
+            "its queries and keys are normed already" if normed else None,
+            module=owner,
+            layout=tap.layout,
+            core_tap=tap,
+            call=call,
+            self_attention=tap.self_attention,
         )
 
     def _site_of_mha(self, mha: nn.MultiheadAttention, call: Call | None) -> Site:

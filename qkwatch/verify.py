@@ -181,7 +181,7 @@ def _sample(core: Core, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     rows = core.rows().detach()
     length = queries.shape[-2]
     index = torch.linspace(0, length - 1, min(_SAMPLE, length), device=queries.device).long()
-    product = queries[..., index, :].float() @ keys.float().transpose(-1, -2)
+    product = queries[..., index, :].float() @ keys.float().transpose(-1, -2) / core.factor**2
     extra = rows.shape[-1] - product.shape[-1]
     if 0 < extra <= rows.shape[-1] // 2 + 1:
         rows = rows[..., : product.shape[-1]]  # learned sinks follow the keys
