@@ -270,7 +270,9 @@ def _measure(source: Source, rms: dict[str, Tensor], self_attention: bool) -> Pa
 
 def _lengths(x: Tensor) -> Tensor:
     """Length of each token's vector, `(B, H, T)`, in float32 or wider."""
-    return torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
+    wide = torch.promote_types(x.dtype, torch.float32)
+    lengths: Tensor = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=wide)
+    return lengths
 
 
 def _rms(x: Tensor, lengths: Tensor) -> Tensor:
