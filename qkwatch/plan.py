@@ -86,8 +86,8 @@ class SitePlan:
 
     Both are None for `torch.nn.MultiheadAttention`, which has no projection modules.
 
-    ``q_factor`` is the constant that a norm whose gain replaces the softmax scale multiplies queries with, so
-    that the gain is in logit units; ``gains`` holds the starting values as nested lists.
+    ``q_factor`` and ``k_factor`` are the constants that a norm whose gain replaces the softmax scale multiplies
+    queries and keys with, so that the gain is in logit units; ``gains`` holds the starting values as nested lists.
     """
 
     site: str
@@ -97,6 +97,7 @@ class SitePlan:
     variant: Variant
     max_gain: float | None
     q_factor: float = 1.0
+    k_factor: float = 1.0
     taps: tuple[TapPlan, TapPlan] | None = None
     core: CorePlan | None = None
     gains: dict[str, Any] = field(default_factory=dict)
@@ -133,6 +134,8 @@ class SitePlan:
             "q_factor": self.q_factor,
             "taps": None if self.taps is None else [tap.to_dict() for tap in self.taps],
         }
+        if self.k_factor != 1.0:
+            data["k_factor"] = self.k_factor
         if self.core is not None:
             data["core"] = {"kind": self.core.kind, "axis": self.core.axis}
         if gains:
@@ -154,6 +157,7 @@ class SitePlan:
                 variant=Variant.from_dict(data["variant"]),
                 max_gain=data["max_gain"],
                 q_factor=data["q_factor"],
+                k_factor=data.get("k_factor", 1.0),
                 taps=None if taps is None else (TapPlan.from_dict(taps[0]), TapPlan.from_dict(taps[1])),
                 core=None if core is None else CorePlan(core["kind"], core["axis"]),
                 gains=dict(data.get("gains", {})),

@@ -55,12 +55,15 @@ class RetrofitReport:
         refused: site name -> why it was left as it was.
         drift: site name -> relative change of the site's output on the batch at hand,
             ||new - old|| / ||old||; empty where a plan was applied unseen.
+        notes: site name -> what in its logits stays unbounded: learned biases beside its queries or keys, and
+            what these are multiplied with besides. A site without a note has logits bounded by its gains.
         plan: what was done, as data.
     """
 
     applied: list[str] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     drift: dict[str, float] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
     plan: RetrofitPlan = field(default_factory=RetrofitPlan)
 
 
@@ -118,6 +121,8 @@ def retrofit_(
             plans.append(done.plan)
             report.applied.append(name)
             report.drift[name] = done.drift
+            if done.note is not None:
+                report.notes[name] = done.note
     report.plan = RetrofitPlan(tuple(plans))
     return report
 

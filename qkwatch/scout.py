@@ -177,6 +177,8 @@ class Scout:
                 if not found.widen:
                     break
                 continue
+            if taps.loose and (at_core := self._site_at_core(first, owner)) is not None:
+                return at_core  # there nothing stays unbounded
             normed, reason = taps.q.normed and taps.k.normed, None
             if normed:
                 reason = "its queries and keys are normed already"
@@ -193,6 +195,7 @@ class Scout:
                 module=module,
                 layout=taps.layout,
                 taps=(taps.q, taps.k),
+                loose=taps.loose,
                 call=call,
                 self_attention=taps.self_attention,
             )

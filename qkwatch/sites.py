@@ -10,7 +10,7 @@ from torch import nn
 
 from qkwatch.errors import QKWatchError
 from qkwatch.layout import HeadLayout
-from qkwatch.probe import Call, CoreTap, Tap
+from qkwatch.probe import Call, CoreTap, Loose, Tap
 from qkwatch.stats import Reading
 
 
@@ -40,6 +40,7 @@ class Site:
     layout: HeadLayout = field(repr=False, kw_only=True)
     taps: tuple[Tap, Tap] | None = field(default=None, repr=False, kw_only=True)
     core_tap: CoreTap | None = field(default=None, repr=False, kw_only=True)
+    loose: Loose = field(default=Loose(), repr=False, kw_only=True)
     call: Call | None = field(default=None, repr=False, kw_only=True)
     self_attention: bool = field(default=True, repr=False, kw_only=True)
 

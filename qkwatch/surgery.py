@@ -33,6 +33,7 @@ def install(model: nn.Module, plan: SitePlan) -> QKNorm:
             plan.head_dim,
             max_gain=plan.max_gain,
             q_factor=plan.q_factor,
+            k_factor=plan.k_factor,
             dtype=reference.dtype,
             device=reference.device,
         )

@@ -312,7 +312,7 @@ def test_another_implementation_raises() -> None:
 
 @pytest.mark.parametrize("variant", ["qwen3", "olmo2", "chameleon", "cohere", "vit22b"])
 def test_gains_per_channel_are_refused(variant: str) -> None:
-    model, inputs, kwargs = _raw()
+    model, inputs, _ = _raw()
     before = copy.deepcopy(model.state_dict())
     report = qkwatch.retrofit_(model, qkwatch.find_sites(model, *inputs), variant=variant)
     assert report.applied == []
@@ -489,7 +489,7 @@ def test_the_axis_of_the_heads(model: Attention, axis: int, batch: int) -> None:
 
 def test_gains_are_in_logit_units_behind_a_learned_mask() -> None:
     """A mask with a gradient makes PyTorch compute attention unfused, with the scale split over q and k."""
-    model, inputs, kwargs, report = _patched("beit")
+    _, _, _, report = _patched("beit")
     assert [site.q_factor for site in report.plan.sites] == pytest.approx([8**0.5] * 2, rel=1e-3)
 
 

@@ -25,6 +25,7 @@ class FakeReport:
     applied: list[str] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     drift: Any = None
+    notes: dict[str, str] = field(default_factory=dict)
 
 
 def reading(
