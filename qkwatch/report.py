@@ -138,7 +138,7 @@ class _ReadingTable:
 
 
 def retrofit_text(report: Report) -> Text:
-    """What a retrofit did: sites patched, the drift that was measured, what stays unbounded, each refusal with its reason."""
+    """What a retrofit did: sites patched, the drift that was measured, what stays unbounded, and each refusal."""
     text = Text("qkwatch retrofit: ", style="bold")
     text.append(f"{_count(len(report.applied), 'site')} patched", style="green" if report.applied else "yellow")
     text.append(f", {len(report.refused)} refused; drift {_drift(report.drift)}", style="not bold")

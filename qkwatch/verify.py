@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -68,38 +69,41 @@ def calibrate_and_verify(site: Site, draft: SitePlan, *, cap: float, calibrate: 
         scale, further = (grown.scale, False) if grown.scale is not None else logit_scale(site, norm, _run)
         if further and not loose.factors:
             loose = replace(loose, factors=(FURTHER,))
-    plan = draft
-    if draft.variant.scale != "keep":
-        k_factor = _typical_length(alone.reading.k_rms / k_ratio, draft.head_dim) if loose and calibrate else 1.0
-        plan = replace(plan, q_factor=1.0 / (scale * q_ratio * k_ratio * k_factor), k_factor=k_factor)
-        norm.q.factor, norm.k.factor = plan.q_factor, plan.k_factor
+    plan, factor, k_factor = draft, scale * q_ratio * k_ratio, 1.0
     if calibrate:
+        q_rms, k_rms = alone.reading.q_rms / q_ratio, alone.reading.k_rms / k_ratio
+        largest = before.reading.max_logit
         gains = calibrated_gains(
-            draft.variant,
-            alone.reading.q_rms / q_ratio,
-            alone.reading.k_rms / k_ratio,
-            before.reading.max_logit,
-            draft.head_dim,
-            scale * q_ratio * k_ratio,
-            cap,
-            k_heads=draft.k_heads,
+            draft.variant, q_rms, k_rms, largest, draft.head_dim, factor, cap, k_heads=draft.k_heads
         )
         norm.set_gains(gains)
         plan = replace(plan, gains={key: value.tolist() for key, value in gains.items()})
+        k_factor = _k_factor(norm, q_rms, k_rms, abs(factor)) if loose else 1.0
+    if draft.variant.scale != "keep":
+        plan = replace(plan, q_factor=1.0 / (factor * k_factor), k_factor=k_factor)
+        norm.q.factor, norm.k.factor = plan.q_factor, plan.k_factor
     after = _run(site, site.call, measured=True)
     with without(site):
         _check_bound(norm, _run_grown(site, norm), (q_ratio, k_ratio))
     if loose:
-        check_unmoved(after.terms, _run_grown(site, norm).terms)
+        check_unmoved(_run_grown(site, norm, 1.0).terms, _run_grown(site, norm).terms)
     size = before.output.norm().clamp_min(1e-30)
     return Verified(plan, float((after.output - before.output).norm() / size), loose.note() if loose else None)
 
 
-def _typical_length(rms: Tensor, head_dim: int) -> float:
-    """Of the site's keys. Where they meet more than the queries (and these more than the keys), each must keep its
-    own length; the gain, a product of both, can't tell."""
-    known = rms[rms.isfinite() & (rms > 0)]
-    return float(known.mean()) * math.sqrt(head_dim) if len(known) else 1.0
+def _k_factor(norm: QKNorm, q_rms: Tensor, k_rms: Tensor, scale: float) -> float:
+    """How long keys shall be where queries and keys meet more than each other, so that each keeps its own length.
+
+    What a gain takes off both lengths it takes off evenly; what it adds (to a dead head) goes to the keys.
+    """
+    gain = norm.q.effective_gain()
+    known = q_rms.isfinite() & k_rms.isfinite() & (q_rms > 0) & (k_rms > 0)
+    if gain is None or not bool(known.any()):
+        return 1.0
+    width = norm.q.head_dim
+    q, k = (float(rms[known].mean()) * math.sqrt(width) for rms in (q_rms, k_rms))
+    change = float(gain.detach().float().mean()) / (scale * q * k)
+    return k * (change if change > 1 else math.sqrt(change))
 
 
 # -- runs ---------------------------------------------------------------------------------------------------
@@ -130,10 +134,11 @@ def _run(site: Site, call: Call, *, measured: bool = False) -> _Run:
     return _Run(_output(result.output), q, k, samples, scale, terms, reading)
 
 
-def _run_grown(site: Site, norm: QKNorm) -> _Run:
+def _run_grown(site: Site, norm: QKNorm, growth: float = GROWTH) -> _Run:
     """The site with what enters its norms multiplied: as if the projections had grown."""
     assert site.call is not None
-    handles = [side.register_forward_pre_hook(_grow) for side in (norm.q, norm.k)]
+    grow = functools.partial(_grow, growth)
+    handles = [side.register_forward_pre_hook(grow) for side in (norm.q, norm.k)]
     try:
         return _run(site, site.call)
     finally:
@@ -141,10 +146,10 @@ def _run_grown(site: Site, norm: QKNorm) -> _Run:
             handle.remove()
 
 
-def _grow(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+def _grow(growth: float, module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
     size = float(args[0].detach().float().square().mean().sqrt())
     # projections that start near zero (or with zeros) must not drown in a norm's epsilon
-    return (args[0] * (GROWTH * max(1.0, 1.0 / size) if 0.0 < size < math.inf else GROWTH),)
+    return (args[0] * (growth * max(1.0, 1.0 / size) if 0.0 < size < math.inf else growth),)
 
 
 @contextlib.contextmanager
