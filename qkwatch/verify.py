@@ -110,7 +110,8 @@ def _k_factor(norm: QKNorm, q_rms: Tensor, k_rms: Tensor, scale: float) -> float
 
 
 def _run(site: Site, call: Call, *, measured: bool = False) -> _Run:
-    packs, q, k, samples, scales, terms = [], [], [], [], [], []
+    packs, q, k, samples, scales = [], [], [], [], []
+    terms: list[Tensor] = []
 
     def on_core(core: Core) -> None:
         queries, keys = core.queries().detach(), core.keys().detach()
