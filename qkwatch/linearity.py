@@ -38,27 +38,29 @@ def without(site: Site) -> Iterator[None]:
 def logit_scale(site: Site, norm: QKNorm, run: Callable[..., Any]) -> tuple[float, bool]:
     """d logit / d (q k^T) of an unfused softmax, and whether queries or keys enter it in a further term.
 
-    From runs that differ in the length of q only; where the logits hold a further term in q, from what changes only
-    where q and k change both.
+    From two runs, the second with q and k twice as long; where the logits hold a further term in one of them, from what
+    changes only where both do.
     """
 
-    def samples(q_factor: float, k_factor: float = 1.0) -> list[tuple[Tensor, Tensor]]:
+    def samples(q_factor: float, k_factor: float) -> list[tuple[Tensor, Tensor]]:
         norm.q.factor, norm.k.factor = q_factor, k_factor
         try:
             return run(site, site.call).samples  # type: ignore[no-any-return]
         finally:
             norm.q.factor = norm.k.factor = 1.0
 
-    first, second = samples(1.0), samples(2.0)
-    scale, error = _fit([(b[0] - a[0], b[1] - a[1], a[1]) for a, b in zip(first, second, strict=True)])
+    first, last = samples(1.0, 1.0), samples(2.0, 2.0)
+    scale, error = _fit([(d[0] - a[0], d[1] - a[1], a[1]) for a, d in zip(first, last, strict=True)])
     if error <= _OPEN and scale != 0:
         return scale, False
     if not math.isfinite(error) or scale == 0:
         raise Refusal("its logits do not follow its queries")
-    corners = zip(first, second, samples(1.0, 2.0), samples(2.0, 2.0), strict=True)
+    corners = zip(first, samples(2.0, 1.0), samples(1.0, 2.0), last, strict=True)
     scale, error = _fit([(a[0], d[1] - b[1] - c[1] + a[1], a[1]) for a, b, c, d in corners])
     if not error <= _OPEN or scale == 0:
-        raise Refusal("its logits are not a multiple of q k^T: something besides depends on its queries")
+        raise Refusal(
+            "its logits are not a multiple of q k^T: something besides depends on both, or they are laid out otherwise"
+        )
     return scale, True
 
 
