@@ -81,7 +81,15 @@ def retrofit_(
 
     Each site is run again on the inputs that found it: the norms must make ||q|| and ||k|| what the variant
     promises where the softmax is, whatever the projections do (their outputs x 1000). A site for which that
-    does not hold is left exactly as it was, and `RetrofitReport.refused` says why. Adapters (LoRA) belong on the
+    does not hold is left exactly as it was, and `RetrofitReport.refused` says why.
+
+    Norms sit at the projections. Where these cannot be normed (latent and joint attention, raw weights), and the
+    attention is fused, they sit where `scaled_dot_product_attention` takes queries and keys, behind any rotary
+    embedding: gains per channel are refused there, and a forward that calls another implementation later on raises
+    QKWatchError. Learned biases that are added behind a projection (Transformer-XL, Conformer) stay as they are: the
+    logits are bounded however the projections grow, but not against these biases; `RetrofitReport.notes` says so.
+
+    Adapters (LoRA) belong on the
     model before the patch: what one adds to a projection that is patched already comes behind the norm, unbounded.
 
     Args:

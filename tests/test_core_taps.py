@@ -310,6 +310,61 @@ def test_another_implementation_raises() -> None:
         raw(*inputs)
 
 
+def test_another_implementation_at_the_patch_is_refused() -> None:
+    model, inputs, _ = _raw()
+    sites, keys = qkwatch.find_sites(model, *inputs), list(model.state_dict())
+    model[1].fused = False  # type: ignore[index]
+    report = qkwatch.retrofit_(model, sites)
+    assert report.applied == ["0"]
+    assert "called no scaled_dot_product_attention" in report.refused["1"]
+    assert [k for k in model.state_dict() if not k.startswith("0.qk_norm")] == keys
+
+
+def test_a_forward_that_is_overridden_is_refused() -> None:
+    model, inputs, _ = _raw()
+    sites = qkwatch.find_sites(model, *inputs)
+    model[0].forward = model[0].forward  # type: ignore[index, method-assign]
+    report = qkwatch.retrofit_(model, sites)
+    assert report.applied == ["1"]
+    assert "overridden on the instance" in report.refused["0"]
+
+
+def test_a_class_changed_since_is_not_undone_by_half() -> None:
+    model, _, _, report = _patched("raw weights")
+
+    class Other(type(model[0])):  # type: ignore[index, misc]
+        pass
+
+    model[0].__class__ = Other  # type: ignore[index]
+    with pytest.raises(QKWatchError, match="take that change back first"):
+        qkwatch.undo_(model)
+    assert all(model.get_submodule(name).qk_norm is not None for name in report.applied)
+
+
+def test_watched_in_inference_mode() -> None:
+    model, inputs, _, report = _patched("latent v3")
+    with torch.inference_mode(), qkwatch.watch(model) as watcher:
+        model(*inputs)
+    assert [reading.site for reading in watcher.readings] == report.applied
+    gains = [model.get_submodule(name).qk_norm.q.gain for name in report.applied]
+    assert all(bool((r.max_logit <= g * 1.01).all()) for r, g in zip(watcher.readings, gains, strict=True))
+
+
+def test_a_ramp_begins_with_the_old_function() -> None:
+    model, inputs, kwargs = _raw()
+    before = _run(model, inputs, kwargs)
+    qkwatch.retrofit_(model, qkwatch.find_sites(model, *inputs), cap=0.1)
+    for site in model:  # type: ignore[attr-defined]
+        site.qk_norm.set_ramp(0.0)
+    assert torch.equal(_run(model, inputs, kwargs), before)
+
+
+def test_clip_says_that_it_knows_no_projections() -> None:
+    model, inputs, _ = _raw()
+    clip = qkwatch.QKClip(qkwatch.find_sites(model, *inputs), tau=100)
+    assert clip.refused == {"0": "its projections are not known", "1": "its projections are not known"}
+
+
 @pytest.mark.parametrize("variant", ["qwen3", "olmo2", "chameleon", "cohere", "vit22b"])
 def test_gains_per_channel_are_refused(variant: str) -> None:
     model, inputs, _ = _raw()
