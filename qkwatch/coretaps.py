@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from qkwatch.errors import QKWatchError
+from qkwatch.layout import HeadLayout
 from qkwatch.norms import HeadNorm, QKNorm
+from qkwatch.probe import CoreTap
 
 
 class NormAtCore(TorchFunctionMode):
@@ -109,6 +111,15 @@ def _rebuild(base: type[nn.Module]) -> nn.Module:
 def has_core_norm(site: nn.Module) -> bool:
     """Whether a site norms its queries and keys at the softmax itself."""
     return isinstance(site, _NormedAtCore)
+
+
+def installed_core_tap(site: nn.Module) -> CoreTap | None:
+    """Where a patched site norms its queries and keys; None where it does not do so at the softmax."""
+    if not isinstance(site, _NormedAtCore):
+        return None
+    norm: QKNorm = site.qk_norm  # type: ignore[assignment]
+    layout = HeadLayout(norm.q.heads, "axis", site._qkwatch_axis)
+    return CoreTap(layout, norm.k.heads, norm.q.head_dim)
 
 
 def add_core_norm(site: nn.Module, axis: int) -> None:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from qkwatch.capture import CoreCapture
 from qkwatch.core import Core
-from qkwatch.coretaps import has_core_norm
+from qkwatch.coretaps import installed_core_tap
 from qkwatch.coretrace import find_core_tap
 from qkwatch.errors import QKWatchError
 from qkwatch.layout import HeadLayout, default_layout
@@ -164,6 +164,8 @@ class Scout:
         call = first.call or self._calls.get(id(owner))
         if isinstance(owner, nn.MultiheadAttention):
             return self._site_of_mha(owner, call)
+        if installed_core_tap(owner) is not None and (site := self._site_at_core(owner)) is not None:
+            return site
         refusal: Refusal | None = None
         for module in [m for m in first.chain if _has_weights(m)][:_WIDEN]:
             call = self._calls.get(id(module))
@@ -177,9 +179,9 @@ class Scout:
                 if not found.widen:
                     break
                 continue
-            if taps.loose and (at_core := self._site_at_core(first, owner)) is not None:
-                return at_core  # there nothing stays unbounded
             normed, reason = taps.q.normed and taps.k.normed, None
+            if taps.loose and not normed and (at_core := self._site_at_core(owner)) is not None:
+                return at_core  # there nothing stays unbounded
             if normed:
                 reason = "its queries and keys are normed already"
             elif taps.q.normed or taps.k.normed:
@@ -199,7 +201,7 @@ class Scout:
                 call=call,
                 self_attention=taps.self_attention,
             )
-        at_core = self._site_at_core(first, owner) if refusal is None or not refusal.normed else None
+        at_core = self._site_at_core(owner) if refusal is None or not refusal.normed else None
         if at_core is not None:
             return at_core
         reason = refusal.reason if refusal else "the inputs of its forward are not known"
@@ -218,16 +220,15 @@ class Scout:
             call=self._calls.get(id(owner)),
         )
 
-    def _site_at_core(self, first: _Sighting, owner: nn.Module) -> Site | None:
-        """The fallback: a site whose queries and keys can be normed where its fused softmax takes them."""
-        call = self._calls.get(id(owner))
-        try:
-            tap = find_core_tap(owner, call) if call is not None else None
-        except Refusal:
-            return None  # the reason why its projections cannot be normed says more
+    def _site_at_core(self, owner: nn.Module) -> Site | None:
+        """A site that is normed where its fused softmax takes queries and keys, or could be."""
+        call, tap = self._calls.get(id(owner)), installed_core_tap(owner)
+        normed = tap is not None
+        if tap is None and call is not None:
+            with contextlib.suppress(Refusal):  # the reason why its projections cannot be normed says more
+                tap = find_core_tap(owner, call)
         if tap is None:
             return None
-        normed = has_core_norm(owner)
         return Site(
             self._names[id(owner)],
             tap.layout.heads,

@@ -554,3 +554,29 @@ def test_a_plan_for_another_class_is_refused() -> None:
     with pytest.raises(QKWatchError, match="'0' is a Linear, not a Attention"):
         qkwatch.retrofit_(other, plan=report.plan)
     assert list(other.state_dict()) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+def test_patched_behind_a_learned_bias_it_is_known_as_normed() -> None:
+    class Biased(Attention):
+        """A bias that no norm at the projection would bound; fused, so that one at the softmax does."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.project, self.u = nn.Linear(32, 96), nn.Parameter(torch.randn(4, 1, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (t.unflatten(-1, (4, 8)).transpose(1, 2) for t in self.project(x).chunk(3, -1))
+            return self.out(F.scaled_dot_product_attention(q + self.u, k, v).transpose(1, 2).flatten(2))
+
+    model, x = Biased(), torch.randn(2, 9, 32)
+    (site,) = qkwatch.find_sites(model, x)
+    assert site.core_tap is not None
+    report = qkwatch.retrofit_(model, [site])
+    assert report.applied == [""]
+    assert report.notes == {}
+    with torch.no_grad():
+        model.u.mul_(1000)
+    (again,) = qkwatch.find_sites(model, x)
+    assert (again.normed, again.retrofittable, again.core_tap) == (True, False, site.core_tap)
+    assert again.reading is not None
+    assert bool((again.reading.max_logit <= model.qk_norm.q.gain * 1.001).all())
