@@ -43,6 +43,8 @@ class Result:
     normed: int = 0
     verified: int = 0
     refused: dict[str, int] = field(default_factory=dict)  # reason -> sites
+    at_core: int = 0  # of the verified: normed where the softmax takes queries and keys
+    notes: dict[str, int] = field(default_factory=dict)  # what stays unbounded -> verified sites
     faults: list[str] = field(default_factory=list)
     seconds: float = 0.0
     note: str = ""
@@ -191,13 +193,15 @@ def _patch(built: zoo.Built, result: Result, sites: list[Site], before: list[Ten
     keys, parameters = list(model.state_dict()), list(model.parameters())
     report = retrofit_(model, sites, variant="l2")
     result.refused = dict(collections.Counter(report.refused.values()))
+    result.notes = dict(collections.Counter(report.notes.values()))
     names = {id(p) for p in model.parameters()}
     if not all(id(p) in names for p in parameters):
         result.faults.append("retrofit_ replaced a parameter")
     for site in sites:
         if site.name in report.applied:
-            fault = _grown(site)
+            fault = _grown(site, site.name in report.notes)
             result.verified += fault is None
+            result.at_core += fault is None and site.core_tap is not None
             if fault is not None:
                 result.faults.append(f"{site.name}: {fault}")
     if report.applied:
@@ -222,8 +226,11 @@ def _parity(built: zoo.Built, result: Result, steady: bool) -> None:
             return
 
 
-def _grown(site: Site) -> str | None:
-    """What is wrong with a patched site once its projections are 1000 times as large; None if nothing is."""
+def _grown(site: Site, noted: bool) -> str | None:
+    """What is wrong with a patched site once its projections are 1000 times as large; None if nothing is.
+
+    Where the report notes something beside the projections, the logits are held to their place, not to the gains.
+    """
     norm: Any = site.module._modules["qk_norm"]
     gain = norm.q.effective_gain().detach().float()
     before, inputs = _figures(site)
@@ -233,10 +240,11 @@ def _grown(site: Site) -> str | None:
                  for a, b in zip(inputs, grown, strict=True))  # fmt: skip
     for reading in (before, after):
         bias = 0.0 if reading.bias_max is None else reading.bias_max.nan_to_num(0.0)
-        if not bool((reading.max_logit - bias <= gain * 1.01 + 1e-3).all()):
+        if not noted and not bool((reading.max_logit - bias <= gain * 1.01 + 1e-3).all()):
             return f"|logit| {float(reading.max_logit.max()):.4g} is above the gain {float(gain.max()):.4g}"
     if str(before.bias_max) != str(after.bias_max):
-        return None  # a bias out of the same projection grew with it
+        # a bias out of the same projection grew with it
+        return "what is added to its logits grew with its projections" if noted else None
     moved = float((after.max_logit - before.max_logit).abs().max())
     if linear and moved > 0.01 * float(before.max_logit.max()) + 1e-3:
         return f"its logits moved by {moved:.2g} as its projections grew"
@@ -270,8 +278,11 @@ def _keys_only(core: Core) -> Core:
 
 @contextlib.contextmanager
 def _scaled(site: Site) -> Iterator[None]:
-    """The parameters of the site's projections times 1000."""
-    if site.taps is not None:
+    """The parameters of the site's projections times 1000; all of its own where it is normed at the softmax."""
+    if site.core_tap is not None:
+        own = [p for n, p in site.module.named_parameters() if not n.startswith("qk_norm") and p.ndim > 1]
+        parameters = {id(p): p for p in own}.values()
+    elif site.taps is not None:
         owners: list[nn.Module] = [tap.module for tap in site.taps]
         parameters = {id(p): p for owner in owners for p in owner.parameters()}.values()
     else:

@@ -11,7 +11,8 @@ found      an independent watch of the operations lists every softmax whose resu
 readings   entropy (nats) and saturated share, once more in float64: from the probabilities that a transformers model
            itself returns (``output_attentions=True``), and from q, k, mask and scale (or the logits) of each core.
 retrofit   all sites at once with ``l2``; then each site alone, its projections' weights times 1000: the logits may not
-           move, nor exceed their gains; then undone: outputs, keys and parameters as they were.
+           move, nor exceed their gains (not held to them where the report notes learned biases beside the projections);
+           then undone: outputs, keys and parameters as they were.
 """
 
 from __future__ import annotations
@@ -70,6 +71,9 @@ def tally(results: list[Result]) -> dict[str, Any]:
     refused: collections.Counter[str] = collections.Counter()
     for r in soft:
         refused.update(r.refused)
+    notes: collections.Counter[str] = collections.Counter()
+    for r in soft:
+        notes.update(r.notes)
     own = [r for r in soft if r.own]
     return {
         "tried": len(results),
@@ -82,7 +86,10 @@ def tally(results: list[Result]) -> dict[str, Any]:
         "largest own error": max((r.own_error for r in own), default=0.0),
         "sites": sum(r.sites for r in soft),
         "verified": sum(r.verified for r in soft),
+        "of them at the softmax": sum(r.at_core for r in soft),
+        "of them with a note": sum(notes.values()),
         "normed already": sum(r.normed for r in soft),
+        "notes": dict(notes.most_common()),
         "refused": dict(refused.most_common()),
         "faults": {r.name: r.faults for r in built if r.faults},
         "not built": {r.name: r.note for r in results if not r.built},
@@ -92,7 +99,8 @@ def tally(results: list[Result]) -> dict[str, Any]:
 def _table(totals: dict[str, dict[str, Any]]) -> Table:
     table = Table(title="qkwatch over every model that builds small")
     rows = ["tried", "built", "with softmax attention", "found", "readings right", "largest error",
-            "own attentions right", "largest own error", "sites", "verified", "normed already"]  # fmt: skip
+            "own attentions right", "largest own error", "sites", "verified", "of them at the softmax",
+            "of them with a note", "normed already"]  # fmt: skip
     table.add_column("")
     for package in totals:
         table.add_column(package, justify="right")
@@ -128,6 +136,8 @@ def main() -> None:
             options.json.write_text(json.dumps({"totals": totals, "models": everything}, indent=1))
     console.print(_table(totals))
     for package, total in totals.items():
+        for note, count in total["notes"].items():
+            console.print(f"{package}: {count} noted: {note}", highlight=False, markup=False)
         for reason, count in total["refused"].items():
             console.print(f"{package}: {count} refused: {reason}", highlight=False, markup=False)
 

@@ -106,7 +106,7 @@ def _decide(
                 report = _rehearse(pl_module, sites, ranks, variant, cap, max_gain)
             else:
                 report = retrofit_(pl_module, sites, variant, cap, max_gain)
-            told = (report.refused, report.drift, report.plan.to_dict())
+            told = (report.refused, report.drift, report.notes, report.plan.to_dict())
         except Exception as fault:
             ranks.broadcast(None)
             raise fault
@@ -116,9 +116,9 @@ def _decide(
     if told is None:
         return RetrofitReport()  # rank zero failed, and is about to say so
     if ranks.rank or sharded:
-        refused, drift, plan = told
+        refused, drift, notes, plan = told
         report = retrofit_(pl_module, plan=RetrofitPlan.from_dict(plan))
-        report.refused, report.drift = refused, drift
+        report.refused, report.drift, report.notes = refused, drift, notes
     return report
 
 

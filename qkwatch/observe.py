@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from qkwatch.capture import CoreCapture
 from qkwatch.core import Core
+from qkwatch.fastpath import fast_path_core
 from qkwatch.measure import Rows, measure_at
 from qkwatch.modules import ModuleStack
 from qkwatch.probe import Call
-from qkwatch.scout import Scout, fast_path_core
+from qkwatch.scout import Scout
 from qkwatch.sites import Site, select
 from qkwatch.stats import Packed, Reading, reading_from
 

@@ -57,6 +57,18 @@ class TapPlan:
         return cls(data["module"], data["kind"], tuple(data["weight"]), channels)
 
 
+@dataclass(frozen=True)
+class CorePlan:
+    """A site that is normed at its fused softmax: its class, by which it is recognised, and the heads' axis."""
+
+    kind: str
+    axis: int
+
+    def mismatch(self, name: str, site: nn.Module) -> str | None:
+        """What does not fit; None where all does."""
+        return None if kind_of(site) == self.kind else f"{name!r} is a {kind_of(site)}, not a {self.kind}"
+
+
 def kind_of(module: nn.Module) -> str:
     """A module's class name, also while qkwatch or `fully_shard` has changed its class."""
     foreign = ("qkwatch.taps", "torch.distributed.fsdp")
@@ -71,10 +83,12 @@ def weight_shape(module: nn.Module) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class SitePlan:
-    """One site. ``taps`` is None for `torch.nn.MultiheadAttention`, which has no projection modules.
+    """One site, normed at its projections (``taps``) or where its fused softmax takes queries and keys (``core``).
 
-    ``q_factor`` is the constant that a norm whose gain replaces the softmax scale multiplies queries with, so
-    that the gain is in logit units; ``gains`` holds the starting values as nested lists.
+    Both are None for `torch.nn.MultiheadAttention`, which has no projection modules.
+
+    ``q_factor`` and ``k_factor`` are the constants that a norm whose gain replaces the softmax scale multiplies
+    queries and keys with, so that the gain is in logit units; ``gains`` holds the starting values as nested lists.
     """
 
     site: str
@@ -84,7 +98,9 @@ class SitePlan:
     variant: Variant
     max_gain: float | None
     q_factor: float = 1.0
+    k_factor: float = 1.0
     taps: tuple[TapPlan, TapPlan] | None = None
+    core: CorePlan | None = None
     gains: dict[str, Any] = field(default_factory=dict)
 
     def moved(self, name: str) -> SitePlan:
@@ -119,6 +135,10 @@ class SitePlan:
             "q_factor": self.q_factor,
             "taps": None if self.taps is None else [tap.to_dict() for tap in self.taps],
         }
+        if self.k_factor != 1.0:
+            data["k_factor"] = self.k_factor
+        if self.core is not None:
+            data["core"] = {"kind": self.core.kind, "axis": self.core.axis}
         if gains:
             data["gains"] = self.gains
         return data
@@ -129,7 +149,7 @@ class SitePlan:
         try:
             if data["version"] != VERSION:
                 raise QKWatchError(f"the plan is of version {data['version']!r}, this qkwatch reads {VERSION}")
-            taps = data["taps"]
+            taps, core = data["taps"], data.get("core")
             return cls(
                 site=data["site"],
                 q_heads=data["q_heads"],
@@ -138,7 +158,9 @@ class SitePlan:
                 variant=Variant.from_dict(data["variant"]),
                 max_gain=data["max_gain"],
                 q_factor=data["q_factor"],
+                k_factor=data.get("k_factor", 1.0),
                 taps=None if taps is None else (TapPlan.from_dict(taps[0]), TapPlan.from_dict(taps[1])),
+                core=None if core is None else CorePlan(core["kind"], core["axis"]),
                 gains=dict(data.get("gains", {})),
             )
         except (KeyError, TypeError, IndexError) as error:

@@ -178,6 +178,44 @@ class Tap:
     normed: bool
 
 
+@dataclass(frozen=True)
+class CoreTap:
+    """Where q and k can be normed as the fused softmax takes them: the heads' axis, and how many key heads."""
+
+    layout: HeadLayout
+    k_heads: int
+    head_dim: int
+    self_attention: bool = field(default=True, compare=False)
+
+
+@dataclass(frozen=True)
+class Loose:
+    """What stands beside normed queries and keys in the logits, and is bounded by no norm at the projections.
+
+    ``parameters``: names of those that are added to (or stand among) the queries or keys behind their projection;
+    ``factors``: names of what else queries or keys are multiplied with.
+    """
+
+    parameters: tuple[str, ...] = ()
+    factors: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.parameters or self.factors)
+
+    def note(self) -> str:
+        """One line: what a patch at the projections leaves open."""
+        parts = []
+        if self.parameters:
+            parts.append(f"{_listed(self.parameters)} beside its queries or keys")
+        if self.factors:
+            parts.append(f"{_listed(self.factors)}, with which its queries or keys are multiplied besides")
+        return f"bounded however its projections grow, but not against the growth of {' and of '.join(parts)}"
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return ", ".join(name if " " in name else repr(name) for name in names)
+
+
 @dataclass
 class Taps:
     """The taps of a site's core, how its tensors hold the heads, and whether queries and keys are of one input."""
@@ -186,3 +224,4 @@ class Taps:
     q: Tap
     k: Tap
     self_attention: bool
+    loose: Loose = Loose()

@@ -70,6 +70,8 @@ class Report(Protocol):
     def drift(self) -> Any: ...
     @property
     def clip(self) -> bool: ...
+    @property
+    def notes(self) -> Mapping[str, str]: ...
 
 
 def alert_text(alert: Alert) -> Text:
@@ -138,18 +140,19 @@ class _ReadingTable:
 
 
 def retrofit_text(report: Report) -> Text:
-    """What a retrofit did: sites patched, the drift that was measured, and each refusal with its reason."""
+    """What a retrofit did: sites patched, the drift that was measured, what stays unbounded, and each refusal."""
     text = Text("qkwatch retrofit: ", style="bold")
     done = "under QK-clip" if report.clip else "patched"
     text.append(f"{_count(len(report.applied), 'site')} {done}", style="green" if report.applied else "yellow")
     text.append(f", {len(report.refused)} refused; drift {_drift(report.drift)}", style="not bold")
     if report.applied:
         text.append(f"\n  {done}: {_few(abbreviate([_site(name) for name in report.applied]))}", style="not bold")
-    by_reason: dict[str, list[str]] = {}
-    for name, reason in report.refused.items():
-        by_reason.setdefault(reason, []).append(_site(name))
-    for reason, names in by_reason.items():
-        text.append(f"\n  refused: {_few(abbreviate(names))}: {reason}", style="yellow not bold")
+    for what, told, style in (("note", report.notes, "not bold"), ("refused", report.refused, "yellow not bold")):
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in told.items():
+            by_reason.setdefault(reason, []).append(_site(name))
+        for reason, names in by_reason.items():
+            text.append(f"\n  {what}: {_few(abbreviate(names))}: {reason}", style=style)
     return text
 
 

@@ -18,7 +18,7 @@ from qkwatch.errors import QKWatchError
 from qkwatch.mha import QKNormMultiheadAttention
 from qkwatch.modules import clean_name, named_modules
 from qkwatch.norms import QKNorm, Variant, get_variant
-from qkwatch.plan import RetrofitPlan, SitePlan, TapPlan
+from qkwatch.plan import CorePlan, RetrofitPlan, SitePlan, TapPlan, kind_of
 from qkwatch.probe import Refusal
 from qkwatch.sharding import is_spread, shard_norms
 from qkwatch.sites import Site
@@ -61,6 +61,8 @@ class RetrofitReport:
         refused: site name -> why it was left as it was.
         drift: site name -> relative change of the site's output on the batch at hand,
             ||new - old|| / ||old||; empty where a plan was applied unseen.
+        notes: site name -> what in its logits stays unbounded: learned biases beside its queries or keys, and
+            what these are multiplied with besides. A site without a note has logits bounded by its gains.
         plan: what was done, as data.
         clip: it was QK-clip: `applied` are the sites whose weights it can shrink, and there is no plan.
     """
@@ -68,6 +70,7 @@ class RetrofitReport:
     applied: list[str] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     drift: dict[str, float] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
     plan: RetrofitPlan = field(default_factory=RetrofitPlan)
     clip: bool = False
 
@@ -86,7 +89,15 @@ def retrofit_(
 
     Each site is run again on the inputs that found it: the norms must make ||q|| and ||k|| what the variant
     promises where the softmax is, whatever the projections do (their outputs x 1000). A site for which that
-    does not hold is left exactly as it was, and `RetrofitReport.refused` says why. Adapters (LoRA) belong on the
+    does not hold is left exactly as it was, and `RetrofitReport.refused` says why.
+
+    Norms sit at the projections. Where these cannot be normed (latent and joint attention, raw weights), and the
+    attention is fused, they sit where `scaled_dot_product_attention` takes queries and keys, behind any rotary
+    embedding: gains per channel are refused there, and a forward that calls another implementation later on raises
+    QKWatchError. Learned biases that are added behind a projection (Transformer-XL, Conformer) stay as they are: the
+    logits are bounded however the projections grow, but not against these biases; `RetrofitReport.notes` says so.
+
+    Adapters (LoRA) belong on the
     model before the patch: what one adds to a projection that is patched already comes behind the norm, unbounded.
 
     Args:
@@ -135,6 +146,7 @@ def retrofit_each_(
             name = names.get(id(site.module), site.name)  # the sites may have been found in a part of this model
             try:
                 _check(site, names, shared)
+                _check_at_core(site, variant)
                 with around(name):
                     done = _patch(model, site, _draft(site, variant, max_gain, names), cap, calibrate)
             except (Refusal, QKWatchError) as refusal:
@@ -143,6 +155,8 @@ def retrofit_each_(
             plans.append(done.plan)
             report.applied.append(name)
             report.drift[name] = done.drift
+            if done.note is not None:
+                report.notes[name] = done.note
     report.plan = RetrofitPlan(tuple(plans))
     return report
 
@@ -274,12 +288,33 @@ def _check(site: Site, names: Mapping[int, str], shared: Mapping[int, set[str]])
             raise Refusal(f"its projection ({name}) is a script module")
 
 
+def _check_at_core(site: Site, variant: Variant) -> None:
+    """What holds for sites without projections to norm, whose norms sit behind rotary embeddings."""
+    if site.core_tap is None:
+        return
+    if variant.axis != "head" or variant.gain not in ("none", "scalar", "per_head"):
+        raise Refusal(
+            "its queries and keys can be normed only where the softmax takes them, behind any rotary embedding: "
+            f"{variant.name!r} has {'one norm over all heads' if variant.axis != 'head' else 'a gain per channel'}, "
+            "which means another thing there; 'l2', 'henry', 'swinv2' and 'llama4' fit"
+        )
+    name = type(site.module).__name__
+    if "forward" in site.module.__dict__:
+        raise Refusal(f"the forward of the {name} is overridden on the instance")
+    if isinstance(site.module, torch.jit.ScriptModule):
+        raise Refusal("it is a script module")
+    if parts_of(site.module):
+        raise Refusal(f"its output ({name}) is normed for another site already")
+
+
 def _draft(site: Site, variant: Variant, max_gain: float | None, names: Mapping[int, str]) -> SitePlan:
     taps = None
     if site.taps is not None:
         q, k = (TapPlan.of(names[id(tap.module)], tap.module, tap.channels) for tap in site.taps)
         taps = (q, k)
-    return SitePlan(names[id(site.module)], site.q_heads, site.k_heads, site.head_dim, variant, max_gain, taps=taps)
+    core = None if site.core_tap is None else CorePlan(kind_of(site.module), site.core_tap.layout.axis)
+    shape = (site.q_heads, site.k_heads, site.head_dim)
+    return SitePlan(names[id(site.module)], *shape, variant, max_gain, taps=taps, core=core)
 
 
 def _apply(model: nn.Module, plan: RetrofitPlan) -> RetrofitReport:
@@ -307,6 +342,8 @@ def _mismatch(plan: SitePlan, modules: Mapping[str, nn.Module], replaced: bool) 
         return f"it has no module {plan.site!r}"
     if CHILD in site._modules and not replaced:
         return f"{plan.site!r} is patched already"
+    if plan.core is not None:
+        return plan.core.mismatch(plan.site, site)
     if plan.taps is not None:
         return next((p for tap in plan.taps if (p := tap.mismatch(modules))), None)
     if type(site) not in (nn.MultiheadAttention, QKNormMultiheadAttention):

@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from qkwatch.capture import CoreCapture
 from qkwatch.core import Core
+from qkwatch.coretaps import installed_core_tap
+from qkwatch.coretrace import find_core_tap
 from qkwatch.errors import QKWatchError
+from qkwatch.fastpath import fast_path_core
 from qkwatch.layout import HeadLayout, default_layout
 from qkwatch.measure import Rows, measure, measure_at
 from qkwatch.modules import ModuleStack, named_modules, unwrap
-from qkwatch.operations import aten
 from qkwatch.probe import Call, Refusal, isolated, replay
 from qkwatch.sharding import unsharded
 from qkwatch.sites import Site
@@ -183,6 +184,8 @@ class Scout:
         call = first.call or self._calls.get(id(owner))
         if isinstance(owner, nn.MultiheadAttention):
             return self._site_of_mha(owner, call)
+        if installed_core_tap(owner) is not None and (site := self._site_at_core(owner)) is not None:
+            return site
         refusal: Refusal | None = None
         for module in [m for m in first.chain if _has_weights(m)][:_WIDEN]:
             call = self._calls.get(id(module))
@@ -197,6 +200,8 @@ class Scout:
                     break
                 continue
             normed, reason = taps.q.normed and taps.k.normed, None
+            if taps.loose and not normed and (at_core := self._site_at_core(owner)) is not None:
+                return at_core  # there nothing stays unbounded
             if normed:
                 reason = "its queries and keys are normed already"
             elif taps.q.normed or taps.k.normed:
@@ -212,9 +217,13 @@ class Scout:
                 module=module,
                 layout=taps.layout,
                 taps=(taps.q, taps.k),
+                loose=taps.loose,
                 call=call,
                 self_attention=taps.self_attention,
             )
+        at_core = self._site_at_core(owner) if refusal is None or not refusal.normed else None
+        if at_core is not None:
+            return at_core
         reason = refusal.reason if refusal else "the inputs of its forward are not known"
         if refusal is not None and refusal.normed:
             reason = "its queries and keys are normed already"
@@ -229,6 +238,30 @@ class Scout:
             module=owner,
             layout=layout,
             call=self._calls.get(id(owner)),
+        )
+
+    def _site_at_core(self, owner: nn.Module) -> Site | None:
+        """A site that is normed where its fused softmax takes queries and keys, or could be."""
+        call, tap = self._calls.get(id(owner)), installed_core_tap(owner)
+        normed = tap is not None
+        if tap is None and call is not None:
+            with contextlib.suppress(Refusal):  # the reason why its projections cannot be normed says more
+                tap = find_core_tap(owner, call)
+        if tap is None:
+            return None
+        return Site(
+            self._names[id(owner)],
+            tap.layout.heads,
+            tap.k_heads,
+            tap.head_dim,
+            normed,
+            not normed,
+            "its queries and keys are normed already" if normed else None,
+            module=owner,
+            layout=tap.layout,
+            core_tap=tap,
+            call=call,
+            self_attention=tap.self_attention,
         )
 
     def _site_of_mha(self, mha: nn.MultiheadAttention, call: Call | None) -> Site:
@@ -293,41 +326,3 @@ def _has_weights(module: nn.Module) -> bool:
 def _owner(chain: list[nn.Module]) -> nn.Module:
     """The innermost module of a chain that has weights (a core may sit in a helper that has none)."""
     return next((m for m in chain if _has_weights(m)), chain[0])
-
-
-def fast_path_core(op: Any, args: tuple[Any, ...], chain: list[nn.Module]) -> tuple[Core, list[nn.Module], Call]:
-    """The core inside PyTorch's fused inference path, from the operation's own arguments.
-
-    ``_native_multi_head_attention`` and ``_transformer_encoder_layer_fwd`` hold projections, attention and more
-    in one operation; what enters the softmax is recomputed beside it.
-    """
-    if op is aten._native_multi_head_attention:
-        query, key, _, width, heads, weight, bias = args[:7]
-        mask, kind = (args[9], args[12] if len(args) > 12 else None) if len(args) > 9 else (None, None)
-    else:
-        query, width, heads, weight, bias = args[:5]
-        if args[8]:
-            query = F.layer_norm(query, (width,), args[10], args[11], args[9])
-        key, mask, kind = query, *(args[18:20] if len(args) > 19 else (None, None))
-        layer = chain[0]
-        mha = getattr(layer, "self_attn", None)
-        if isinstance(mha, nn.MultiheadAttention):
-            chain = [mha, *chain]
-    if query.is_nested:
-        lengths = query._nested_tensor_size()[:, 0]
-        query = query.to_padded_tensor(0.0)
-        key = query
-        mask, kind = torch.arange(query.shape[1]) >= lengths[:, None], 1
-        mask = mask.to(query.device)
-    q, k = (
-        F.linear(x, weight[i * width : (i + 1) * width], bias[i * width : (i + 1) * width])
-        .unflatten(-1, (heads, -1))
-        .transpose(1, 2)
-        for i, x in enumerate((query, key))
-    )
-    visible = None
-    if mask is not None:
-        hidden = mask.bool()  # the fast path's masks name what is hidden
-        visible = ~(hidden[:, None, None, :] if kind == 1 else hidden)
-    core = Core(q, k, mask=visible, scale=q.shape[-1] ** -0.5)
-    return core, chain, Call.of((query, key, key), {"need_weights": False})

@@ -10,7 +10,7 @@ from torch import nn
 
 from qkwatch.errors import QKWatchError
 from qkwatch.layout import HeadLayout
-from qkwatch.probe import Call, Tap
+from qkwatch.probe import Call, CoreTap, Loose, Tap
 from qkwatch.stats import Reading
 
 
@@ -23,7 +23,7 @@ class Site:
         q_heads, k_heads: number of query heads H and key heads G.
         head_dim: channels of a head, D.
         normed: queries and keys are normed already.
-        retrofittable: it has taps, so `retrofit_` can try it.
+        retrofittable: its queries and keys can be got at, so `retrofit_` can try it.
         reason: why not, where it is not.
         reading: its figures in the forward pass that found it; None where they could not be told per head.
     """
@@ -39,6 +39,8 @@ class Site:
     module: nn.Module = field(repr=False, kw_only=True)
     layout: HeadLayout = field(repr=False, kw_only=True)
     taps: tuple[Tap, Tap] | None = field(default=None, repr=False, kw_only=True)
+    core_tap: CoreTap | None = field(default=None, repr=False, kw_only=True)
+    loose: Loose = field(default=Loose(), repr=False, kw_only=True)
     call: Call | None = field(default=None, repr=False, kw_only=True)
     self_attention: bool = field(default=True, repr=False, kw_only=True)
 

@@ -88,10 +88,7 @@ class Side:
     def _single(self) -> tuple[Leaf, Tensor]:
         what = self.what
         wide = next((name for name, p in self.raw.items() if p.ndim > 1), None)
-        if wide is not None and self.feeding:
-            kind = type(self.feeding[0][0].module).__name__
-            raise Refusal(f"the parameter {wide!r} enters its {what} beside their projection ({kind})")
-        if wide is not None:
+        if wide is not None and not self.feeding:
             raise Refusal(f"its {what} come from the parameter {wide!r}, not from a module's output")
         if not self.feeding:
             raise Refusal(f"no projection of its own feeds the {what}", widen=True)
@@ -159,15 +156,19 @@ def _degree(core_tensor: Tensor, sources: list[Tensor]) -> float:
     return float(sum(pairs) / seed.float().square().sum().clamp_min(1e-30))
 
 
-def is_normed(leaf: Leaf, channels: Channels, core_tensor: Tensor) -> bool:
+def is_normed(leaf: Leaf, channels: Channels, core_tensor: Tensor, beside: Sequence[Tensor] = ()) -> bool:
     """Whether something between the projection and the core takes the length away.
 
     Either behind the tap (Euler's degree of q in the tap's output is 0, not 1) or in the tap itself (a norm
     layer, or a projection of ours with its norm: these channels stay when each sample of the input is scaled).
+    Parameters ``beside`` the output take a share of the degree: both together have 1 where nothing is normed.
     """
     if any(channels.overlaps(ours) for ours, _ in parts_of(leaf.module)):
         return True
-    return _degree(core_tensor, [leaf.tensor]) < 0.1 or is_norm(leaf, channels)
+    normed = _degree(core_tensor, [leaf.tensor]) < 0.1
+    if normed and beside:
+        normed = abs(_degree(core_tensor, [leaf.tensor, *beside]) - 1) > 0.05
+    return normed or is_norm(leaf, channels)
 
 
 def is_norm(leaf: Leaf, channels: Channels | None = None) -> bool:

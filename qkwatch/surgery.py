@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from qkwatch.coretaps import add_core_norm, check_core_removable, has_core_norm, remove_core_norm
 from qkwatch.mha import QKNormMultiheadAttention, patch_mha_, unpatch_mha_
 from qkwatch.modules import named_modules
 from qkwatch.norms import QKNorm
@@ -32,6 +33,7 @@ def install(model: nn.Module, plan: SitePlan) -> QKNorm:
             plan.head_dim,
             max_gain=plan.max_gain,
             q_factor=plan.q_factor,
+            k_factor=plan.k_factor,
             dtype=reference.dtype,
             device=reference.device,
         )
@@ -42,6 +44,10 @@ def install(model: nn.Module, plan: SitePlan) -> QKNorm:
     norm.set_plan(plan.to_dict(gains=False))
     if isinstance(norm, ShadowingQKNorm):
         norm.shadowed = site.__dict__.pop(CHILD)
+    if plan.core is not None:
+        add_core_norm(site, plan.core.axis)
+        site.add_module(CHILD, norm)
+        return norm
     if plan.taps is None:
         patch_mha_(site, norm)  # type: ignore[arg-type]
         return norm
@@ -58,6 +64,9 @@ def uninstall(model: nn.Module, name: str) -> None:
     norm = child(site)
     if isinstance(site, QKNormMultiheadAttention):
         unpatch_mha_(site)
+    elif has_core_norm(site):
+        remove_core_norm(site)
+        del site._modules[CHILD]
     else:
         for module in list(named_modules(model).values()):
             for head_norm in (norm.q, norm.k):
@@ -71,6 +80,7 @@ def check_all_removable(model: nn.Module) -> None:
     """Raise `QKWatchError`, before anything is touched, where a patch could not be taken out whole."""
     for module in model.modules():
         check_removable(module)
+        check_core_removable(module)
 
 
 class ShadowingQKNorm(QKNorm):

@@ -139,10 +139,12 @@ def _runs(x: Tensor, runs: Sequence[tuple[int, int, Callable[[Tensor], Tensor]]]
     if rest:
         sizes.append(rest)
         norms.append(None)
+    if len(sizes) == 1 and norms[0] is not None:
+        return norms[0](x)  # a piece of a split may not be written into by whoever gets it
     # one split, not slices: its backward is one concatenation, theirs a tensor of zeros each
     pieces = x.split(sizes, -1)
     done = [piece if norm is None else norm(piece) for piece, norm in zip(pieces, norms, strict=True)]
-    return done[0] if len(done) == 1 else torch.cat(done, -1)
+    return torch.cat(done, -1)
 
 
 def _interleaved(parts: Sequence[Part], width: int) -> bool:

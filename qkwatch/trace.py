@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from qkwatch.core import Core
 from qkwatch.layout import Channels, HeadLayout
-from qkwatch.probe import Call, Leaf, Refusal, Tap, Taps, replay
+from qkwatch.probe import Call, Leaf, Loose, Refusal, Tap, Taps, replay
 from qkwatch.sources import Side, Source, is_feature_axis, is_normed, multiplies, radix_of
 
 
@@ -85,10 +85,28 @@ def _taps_from(site: nn.Module, core: Core, leaves: list[Leaf], q_side: Side, k_
         raise Refusal(f"{layout.heads} query heads do not divide over {k_channels.heads} key heads")
     _check_between(site, core, leaves, (q_side, k_side))
     q_tap, k_tap = (
-        Tap(source.leaf.module, channels, is_normed(source.leaf, channels, tensor))
-        for source, channels, tensor in ((q, q_channels, queries), (k, k_channels, keys))
+        Tap(source.leaf.module, channels, is_normed(source.leaf, channels, side.tensor, list(side.raw.values())))
+        for source, channels, side in ((q, q_channels, q_side), (k, k_channels, k_side))
     )
-    return Taps(layout, q_tap, k_tap, self_attention=_same_input(q.leaf, k.leaf))
+    loose = _loose(site, core, leaves, (q_side, k_side), (q.leaf, k.leaf))
+    return Taps(layout, q_tap, k_tap, self_attention=_same_input(q.leaf, k.leaf), loose=loose)
+
+
+def _loose(site: nn.Module, core: Core, leaves: list[Leaf], sides: Sequence[Side], taps: tuple[Leaf, Leaf]) -> Loose:
+    """What the logits hold besides the product of what the taps give."""
+    beside = {name: p for side in sides for name, p in side.raw.items()}
+    logits = core.logits if core.logits is not None else core.mask
+    if logits is None or not logits.requires_grad:
+        return Loose(tuple(beside))
+    others = [leaf for leaf in leaves if all(leaf.module is not tap.module for tap in taps)]
+    names = {id(module): name for name, module in site.named_modules()}
+    factors = [(names.get(id(leaf.module), type(leaf.module).__name__), leaf.tensor) for leaf in others]
+    factors += [(n, p) for n, p in site.named_parameters() if p.requires_grad and n not in beside]
+    grads = torch.autograd.grad(logits, [t for _, t in factors], torch.ones_like(logits), True, allow_unused=True)
+    factors = [factor for factor, grad in zip(factors, grads, strict=True) if grad is not None]
+    tensors = [tensor for _, tensor in factors]
+    found = {i for tap in {id(t): t for t in taps}.values() for i in multiplies(logits, tensors, tap.tensor)}
+    return Loose(tuple(beside), tuple(dict.fromkeys(factors[i][0] for i in sorted(found))))
 
 
 def _same_input(a: Leaf, b: Leaf) -> bool:

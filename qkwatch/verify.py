@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from qkwatch.core import Core
-from qkwatch.measure import HIDING, measure_at
+from qkwatch.linearity import FURTHER, check_unmoved, logit_scale, without
+from qkwatch.measure import measure_at
 from qkwatch.norms import HeadNorm, QKNorm, calibrated_gains
 from qkwatch.plan import SitePlan
 from qkwatch.probe import Call, Refusal, replay
@@ -28,6 +30,7 @@ _SAMPLE = 8  # rows from which the scale of an unfused softmax is read
 class Verified:
     plan: SitePlan
     drift: float
+    note: str | None = None  # what the patch leaves unbounded
 
 
 @dataclass
@@ -39,6 +42,7 @@ class _Run:
     k: list[Tensor]
     samples: list[tuple[Tensor, Tensor]]  # q k^T and the logits of a few rows, (rows, keys)
     scale: float | None  # of fused cores
+    terms: list[Tensor]  # the logits of these rows, or what is added to those of a fused core
     reading: Reading | None
 
 
@@ -52,35 +56,53 @@ def calibrate_and_verify(site: Site, draft: SitePlan, *, cap: float, calibrate: 
     assert isinstance(norm, QKNorm) and site.call is not None
     with _bypassed(site, norm):
         before = _run(site, site.call, measured=True)
-    assert before.reading is not None
-    with _unit_gains(norm):
+        with without(site):
+            alone = _run(site, site.call, measured=True) if site.loose.parameters else before
+    assert before.reading is not None and alone.reading is not None
+    loose = site.loose
+    with _unit_gains(norm), without(site):
         grown = _run_grown(site, norm)
         q_ratio, k_ratio = (
             _path_ratio(side, norms, what)
             for side, norms, what in ((norm.q, grown.q, "queries"), (norm.k, grown.k, "keys"))
         )
-        scale = grown.scale if grown.scale is not None else _logit_scale(site, norm)
-    plan = draft
-    if draft.variant.scale != "keep":
-        plan = replace(plan, q_factor=1.0 / (scale * q_ratio * k_ratio))
-        norm.q.factor = plan.q_factor
+        scale, further = (grown.scale, False) if grown.scale is not None else logit_scale(site, norm, _run)
+        if further and not loose.factors:
+            loose = replace(loose, factors=(FURTHER,))
+    plan, factor, k_factor = draft, scale * q_ratio * k_ratio, 1.0
     if calibrate:
-        reading = before.reading
+        q_rms, k_rms = alone.reading.q_rms / q_ratio, alone.reading.k_rms / k_ratio
+        largest = before.reading.max_logit
         gains = calibrated_gains(
-            draft.variant,
-            reading.q_rms / q_ratio,
-            reading.k_rms / k_ratio,
-            reading.max_logit,
-            draft.head_dim,
-            scale * q_ratio * k_ratio,
-            cap,
-            k_heads=draft.k_heads,
+            draft.variant, q_rms, k_rms, largest, draft.head_dim, factor, cap, k_heads=draft.k_heads
         )
         norm.set_gains(gains)
         plan = replace(plan, gains={key: value.tolist() for key, value in gains.items()})
+        k_factor = _k_factor(norm, q_rms, k_rms, abs(factor)) if loose else 1.0
+    if draft.variant.scale != "keep":
+        plan = replace(plan, q_factor=1.0 / (factor * k_factor), k_factor=k_factor)
+        norm.q.factor, norm.k.factor = plan.q_factor, plan.k_factor
     after = _run(site, site.call, measured=True)
-    _check_bound(norm, _run_grown(site, norm), (q_ratio, k_ratio))
-    return Verified(plan, relative_change(before.output, after.output))
+    with without(site):
+        _check_bound(norm, _run_grown(site, norm), (q_ratio, k_ratio))
+    if loose:
+        check_unmoved(_run_grown(site, norm, 1.0).terms, _run_grown(site, norm).terms)
+    return Verified(plan, relative_change(before.output, after.output), loose.note() if loose else None)
+
+
+def _k_factor(norm: QKNorm, q_rms: Tensor, k_rms: Tensor, scale: float) -> float:
+    """How long keys shall be where queries and keys meet more than each other, so that each keeps its own length.
+
+    What a gain takes off both lengths it takes off evenly; what it adds (to a dead head) goes to the keys.
+    """
+    gain = norm.q.effective_gain()
+    known = q_rms.isfinite() & k_rms.isfinite() & (q_rms > 0) & (k_rms > 0)
+    if gain is None or not bool(known.any()):
+        return 1.0
+    width = norm.q.head_dim
+    q, k = (float(rms[known].mean()) * math.sqrt(width) for rms in (q_rms, k_rms))
+    change = float(gain.detach().float().mean()) / (scale * q * k)
+    return k * (change if change > 1 else math.sqrt(change))
 
 
 def output_of(site: Site) -> Tensor:
@@ -99,6 +121,7 @@ def relative_change(before: Tensor, after: Tensor) -> float:
 
 def _run(site: Site, call: Call, *, measured: bool = False) -> _Run:
     packs, q, k, samples, scales = [], [], [], [], []
+    terms: list[Tensor] = []
 
     def on_core(core: Core) -> None:
         queries, keys = core.queries().detach(), core.keys().detach()
@@ -107,8 +130,10 @@ def _run(site: Site, call: Call, *, measured: bool = False) -> _Run:
         k.append(k_lengths[:, :: max(1, k_lengths.shape[1] // site.k_heads)])  # not repeated for their queries
         if core.fused:
             scales.append(core.scale)
+            terms.extend(bias.tensor.detach().float() for bias in core.biases)
         else:
             samples.append(_sample(core, queries, keys))
+            terms.append(samples[-1][1])
         if measured:
             packs.append(measure_at(site, core, "all"))
 
@@ -117,13 +142,14 @@ def _run(site: Site, call: Call, *, measured: bool = False) -> _Run:
         raise Refusal("patched, it computes no attention")
     reading = reading_from(merge(packs), site.name) if packs else None
     scale = scales[0] if scales and not samples else None
-    return _Run(_output(result.output), q, k, samples, scale, reading)
+    return _Run(_output(result.output), q, k, samples, scale, terms, reading)
 
 
-def _run_grown(site: Site, norm: QKNorm) -> _Run:
+def _run_grown(site: Site, norm: QKNorm, growth: float = GROWTH) -> _Run:
     """The site with what enters its norms multiplied: as if the projections had grown."""
     assert site.call is not None
-    handles = [side.register_forward_pre_hook(_grow) for side in (norm.q, norm.k)]
+    grow = functools.partial(_grow, growth)
+    handles = [side.register_forward_pre_hook(grow) for side in (norm.q, norm.k)]
     try:
         return _run(site, site.call)
     finally:
@@ -131,10 +157,10 @@ def _run_grown(site: Site, norm: QKNorm) -> _Run:
             handle.remove()
 
 
-def _grow(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+def _grow(growth: float, module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
     size = float(args[0].detach().float().square().mean().sqrt())
     # projections that start near zero (or with zeros) must not drown in a norm's epsilon
-    return (args[0] * (GROWTH * max(1.0, 1.0 / size) if 0.0 < size < math.inf else GROWTH),)
+    return (args[0] * (growth * max(1.0, 1.0 / size) if 0.0 < size < math.inf else growth),)
 
 
 @contextlib.contextmanager
@@ -191,7 +217,7 @@ def _sample(core: Core, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     rows = core.rows().detach()
     length = queries.shape[-2]
     index = torch.linspace(0, length - 1, min(_SAMPLE, length), device=queries.device).long()
-    product = queries[..., index, :].float() @ keys.float().transpose(-1, -2)
+    product = queries[..., index, :].float() @ keys.float().transpose(-1, -2) / core.factor**2
     extra = rows.shape[-1] - product.shape[-1]
     if 0 < extra <= rows.shape[-1] // 2 + 1:
         rows = rows[..., : product.shape[-1]]  # learned sinks follow the keys
@@ -221,60 +247,6 @@ def _path_ratio(side: HeadNorm, norms: list[Tensor], what: str) -> float:
             "so that a norm at the projection would not bound the logits"
         )
     return float((low + high) / 2) / promised
-
-
-def _logit_scale(site: Site, norm: QKNorm) -> float:
-    """d logit / d (q k^T) of an unfused softmax, from two runs that differ in the length of q only."""
-    assert site.call is not None
-    first = _run(site, site.call)
-    norm.q.factor = 2.0
-    try:
-        second = _run(site, site.call)
-    finally:
-        norm.q.factor = 1.0
-    pairs = list(zip(first.samples, second.samples, strict=True))
-    differences = [(b[0] - a[0], b[1] - a[1], a[1]) for a, b in pairs]
-    scale, error = _slope(differences, _moved)
-    if error > 0.05:
-        scale, error = _slope(differences, _centred)
-    if not math.isfinite(error) or scale == 0:
-        raise Refusal("its logits do not follow its queries")
-    if error > 0.05:
-        raise Refusal("its logits are not a multiple of q k^T: something besides depends on its queries")
-    return scale
-
-
-_Pair = tuple[Tensor, Tensor]
-
-
-def _slope(
-    differences: list[tuple[Tensor, Tensor, Tensor]], chosen: Callable[[Tensor, Tensor, Tensor], _Pair]
-) -> tuple[float, float]:
-    """The factor between products and logits over the chosen entries, and the share of the logits it leaves open."""
-    both = [chosen(*difference) for difference in differences]
-    products, logits = (torch.cat([pair[i] for pair in both]) for i in (0, 1))
-    size, length = float(products.square().sum()), float(logits.norm())
-    if size == 0 or length == 0:
-        return 0.0, math.inf
-    scale = float((products * logits).sum()) / size
-    return scale, float((logits - scale * products).norm()) / length
-
-
-def _moved(products: Tensor, logits: Tensor, before: Tensor) -> _Pair:
-    """The entries whose logits moved: masked ones do not, and large negative masks swallow what does."""
-    seen = torch.isfinite(logits) & torch.isfinite(products) & (logits != 0)
-    return products[seen], logits[seen]
-
-
-def _centred(products: Tensor, logits: Tensor, before: Tensor) -> _Pair:
-    """The visible entries of both, each less its row's mean: a softmax does not mind what a whole row has in common."""
-    seen = torch.isfinite(logits) & torch.isfinite(products) & (before > HIDING)
-    count = seen.sum(-1, keepdim=True).clamp_min(1)
-    both = []
-    for x in (products, logits):
-        x = torch.where(seen, x, 0.0)
-        both.append((x - x.sum(-1, keepdim=True) / count)[seen])
-    return both[0], both[1]
 
 
 def _check_bound(norm: QKNorm, grown: _Run, ratios: tuple[float, float]) -> None:

@@ -25,6 +25,7 @@ class FakeReport:
     applied: list[str] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     drift: Any = None
+    notes: dict[str, str] = field(default_factory=dict)
     clip: bool = False
 
 
@@ -148,6 +149,8 @@ def test_retrofit_text_golden():
         "  patched: h.0[x], h.1",
         "  refused: h.2: no projection owns k",
     ]
+    noted = FakeReport(["h.0", "h.1"], {}, 0.002, {"h.0": "but not against 'u'", "h.1": "but not against 'u'"})
+    assert lines(retrofit_text(noted))[1:] == ["  patched: h.0-1", "  note: h.0-1: but not against 'u'"]
     nothing = "qkwatch retrofit: 0 sites patched, 0 refused; drift not measured"
     assert lines(retrofit_text(FakeReport())) == [nothing]
     names = [f"h.{i}" for i in range(12)]
