@@ -36,7 +36,7 @@ GRID: dict[tuple[str, str], tuple[float, ...]] = {
     ("encoder-gpt", "muon"): (5e-2, 1.0),
 }
 DEFAULT = "l2, cap 20"  # what QKWatch does
-FINALISTS = (DEFAULT, "l2, constant 10", "l2, cap 20, ramp 20", "qkclip, 20")
+FINALISTS = (DEFAULT, "l2, cap 20, from 10", "l2, cap 20, from 10, ramp 20", "qkclip, 20")
 FORCED_AT = 50  # where a healthy run is patched by force
 
 
@@ -76,19 +76,18 @@ def act_all(results: Results, half: str) -> None:
 
     All actions on the first of the tuning seeds, the finalists on all held-out seeds.
     """
-    forced: set[str] = set()
+    forced, chosen = set[str](), list[tuple[Row, int]]()
     for row in results.runs(half):
         at = first_alert(row, Thresholds())
         if half == "tune" and (row["seed"] != SEEDS[half][0] or row["lr"] == 0.2 or row["optimizer"] == "adamw-wd"):
             continue
-        if row["harm"] is None:
-            if at is not None or row["task"] in forced or row["lr"] < 3e-3:
-                continue
+        if row["harm"] is not None and at is not None:
+            chosen.append((row, at))
+        elif row["harm"] is None and at is None and row["task"] not in forced and row["lr"] >= 3e-3:
             forced.add(row["task"])
-            at = FORCED_AT
-        elif at is None:
-            continue
-        for action in ACTIONS if half == "tune" else FINALISTS:
+            chosen.append((row, FORCED_AT))
+    for action in ACTIONS if half == "tune" else FINALISTS:
+        for row, at in chosen:
             results.once(action_key(row, action, at), act)
 
 

@@ -60,10 +60,13 @@ class Run:
         self.model.train()
         return find_sites(self.model, next(self.task.batches(12345))[0])
 
-    def normed(self, gain_lr: float = 1.0, **options: Any) -> None:
-        """Patch now, and train the gains, at a learning rate of their own where asked."""
+    def normed(self, gain_lr: float = 1.0, floor: float = 0.0, **options: Any) -> None:
+        """Patch now, and train the gains: from at least `floor`, at a learning rate of their own where asked."""
         retrofit_(self.model, self.sites(), **options)
         new = norm_parameters(self.model)
+        with torch.no_grad():
+            for _, gain in new if floor else ():
+                gain.clamp_(min=floor)
         if not new:
             return
         places = add_parameters(self.optimizers, new, beside=list(self.model.parameters()), schedulers=self.schedulers)
@@ -153,15 +156,17 @@ def unpack(row: Row) -> Reading:
 
 ACTIONS: dict[str, Row] = {
     "l2, cap 20": {"variant": "l2", "cap": 20.0},
-    "l2, cap 10": {"variant": "l2", "cap": 10.0},
-    "l2, cap 50": {"variant": "l2", "cap": 50.0},
+    "l2, cap 20, from 10": {"variant": "l2", "cap": 20.0, "floor": 10.0},
     "l2, constant 10": {"variant": "l2", "calibrate": False},
-    "l2, cap 20, gains at 10 LR": {"variant": "l2", "cap": 20.0, "gain_lr": 10.0},
-    "swinv2, cap 20": {"variant": "swinv2", "cap": 20.0},
+    "l2, cap 20, from 10, ramp 20": {"variant": "l2", "cap": 20.0, "floor": 10.0, "ramp": 20},
+    "qkclip, 20": {"clip": 20.0},
     "qwen3, cap 20": {"variant": "qwen3", "cap": 20.0},
     "l2, cap 20, ramp 20": {"variant": "l2", "cap": 20.0, "ramp": 20},
-    "qkclip, 20": {"clip": 20.0},
+    "l2, cap 10": {"variant": "l2", "cap": 10.0},
+    "l2, cap 50": {"variant": "l2", "cap": 50.0},
     "qkclip, 100": {"clip": 100.0},
+    "l2, cap 20, gains at 10 LR": {"variant": "l2", "cap": 20.0, "gain_lr": 10.0},
+    "swinv2, cap 20": {"variant": "swinv2", "cap": 20.0},
 }
 
 

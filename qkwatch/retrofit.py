@@ -74,6 +74,13 @@ class RetrofitReport:
     plan: RetrofitPlan = field(default_factory=RetrofitPlan)
     clip: bool = False
 
+    def enter(self, name: str, done: Verified) -> None:
+        """One more patched site."""
+        self.applied.append(name)
+        self.drift[name] = done.drift
+        if done.note is not None:
+            self.notes[name] = done.note
+
 
 def retrofit_(
     model: nn.Module,
@@ -89,16 +96,13 @@ def retrofit_(
 
     Each site is run again on the inputs that found it: the norms must make ||q|| and ||k|| what the variant
     promises where the softmax is, whatever the projections do (their outputs x 1000). A site for which that
-    does not hold is left exactly as it was, and `RetrofitReport.refused` says why.
+    does not hold is left exactly as it was, and `RetrofitReport.refused` says why. Learned biases behind a projection
+    stay as they are; `RetrofitReport.notes` names what the logits are not bounded against. Adapters (LoRA) belong on
+    the model before the patch: what one adds to a patched projection comes behind the norm, unbounded.
 
-    Norms sit at the projections. Where these cannot be normed (latent and joint attention, raw weights), and the
-    attention is fused, they sit where `scaled_dot_product_attention` takes queries and keys, behind any rotary
-    embedding: gains per channel are refused there, and a forward that calls another implementation later on raises
-    QKWatchError. Learned biases that are added behind a projection (Transformer-XL, Conformer) stay as they are: the
-    logits are bounded however the projections grow, but not against these biases; `RetrofitReport.notes` says so.
-
-    Adapters (LoRA) belong on the
-    model before the patch: what one adds to a projection that is patched already comes behind the norm, unbounded.
+    Where no projection can be normed (latent and joint attention, raw weights), norms sit where
+    `scaled_dot_product_attention` takes queries and keys, behind any rotary embedding: gains per channel are refused
+    there, and a forward that calls another implementation later on raises QKWatchError.
 
     Args:
         model: the model that holds the sites.
@@ -145,18 +149,14 @@ def retrofit_each_(
         for site in sites:
             name = names.get(id(site.module), site.name)  # the sites may have been found in a part of this model
             try:
-                _check(site, names, shared)
-                _check_at_core(site, variant)
+                _check(site, names, shared, variant)
                 with around(name):
                     done = _patch(model, site, _draft(site, variant, max_gain, names), cap, calibrate)
             except (Refusal, QKWatchError) as refusal:
                 report.refused[name] = str(refusal)
                 continue
             plans.append(done.plan)
-            report.applied.append(name)
-            report.drift[name] = done.drift
-            if done.note is not None:
-                report.notes[name] = done.note
+            report.enter(name, done)
     report.plan = RetrofitPlan(tuple(plans))
     return report
 
@@ -262,7 +262,7 @@ def _shared_taps(sites: Sequence[Site]) -> dict[int, set[str]]:
     return owners
 
 
-def _check(site: Site, names: Mapping[int, str], shared: Mapping[int, set[str]]) -> None:
+def _check(site: Site, names: Mapping[int, str], shared: Mapping[int, set[str]], variant: Variant) -> None:
     if not site.retrofittable:
         raise Refusal(site.reason or "it has no taps")
     if id(site.module) not in names:
@@ -273,6 +273,7 @@ def _check(site: Site, names: Mapping[int, str], shared: Mapping[int, set[str]])
         raise Refusal(f"its class has a {CHILD!r} of its own")
     if site.call is None:
         raise Refusal("the inputs of its forward are not known, so a patch could not be verified")
+    _check_at_core(site, variant)
     for tap in site.taps or ():
         name = type(tap.module).__name__
         others = shared[id(tap.module)] - {site.name}
