@@ -242,7 +242,9 @@ def _grown(site: Site, noted: bool) -> str | None:
         bias = 0.0 if reading.bias_max is None else reading.bias_max.nan_to_num(0.0)
         if not noted and not bool((reading.max_logit - bias <= gain * 1.01 + 1e-3).all()):
             return f"|logit| {float(reading.max_logit.max()):.4g} is above the gain {float(gain.max()):.4g}"
-    if str(before.bias_max) != str(after.bias_max):
+    if before.bias_max is not None and not torch.allclose(
+        before.bias_max, torch.zeros(()) if after.bias_max is None else after.bias_max, 1e-3, 1e-5, equal_nan=True
+    ):
         # a bias out of the same projection grew with it
         return "what is added to its logits grew with its projections" if noted else None
     moved = float((after.max_logit - before.max_logit).abs().max())

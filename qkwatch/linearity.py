@@ -38,8 +38,8 @@ def without(site: Site) -> Iterator[None]:
 def logit_scale(site: Site, norm: QKNorm, run: Callable[..., Any]) -> tuple[float, bool]:
     """d logit / d (q k^T) of an unfused softmax, and whether queries or keys enter it in a further term.
 
-    From two runs, the second with q and k twice as long; where the logits hold a further term in one of them, from what
-    changes only where both do.
+    From two runs, the second with q longer and k shorter, so that a term in one of them alone stands out; where there
+    is one, from what changes only where both do.
     """
 
     def samples(q_factor: float, k_factor: float) -> list[tuple[Tensor, Tensor]]:
@@ -49,14 +49,14 @@ def logit_scale(site: Site, norm: QKNorm, run: Callable[..., Any]) -> tuple[floa
         finally:
             norm.q.factor = norm.k.factor = 1.0
 
-    first, last = samples(1.0, 1.0), samples(2.0, 2.0)
+    first, last = samples(1.0, 1.0), samples(2.0, 0.25)
     scale, error = _fit([(d[0] - a[0], d[1] - a[1], a[1]) for a, d in zip(first, last, strict=True)])
     if error <= _OPEN and scale != 0:
         return scale, False
     if not math.isfinite(error) or scale == 0:
         raise Refusal("its logits do not follow its queries")
-    corners = zip(first, samples(2.0, 1.0), samples(1.0, 2.0), last, strict=True)
-    scale, error = _fit([(a[0], d[1] - b[1] - c[1] + a[1], a[1]) for a, b, c, d in corners])
+    corners = zip(first, samples(2.0, 1.0), samples(1.0, 0.25), last, strict=True)
+    scale, error = _fit([(d[0] - b[0] - c[0] + a[0], d[1] - b[1] - c[1] + a[1], a[1]) for a, b, c, d in corners])
     if not error <= _OPEN or scale == 0:
         raise Refusal(
             "its logits are not a multiple of q k^T: something besides depends on both, or they are laid out otherwise"

@@ -260,3 +260,23 @@ def test_known_models_without_biases_have_no_notes() -> None:
     report = qkwatch.retrofit_(model, qkwatch.find_sites(model, token_ids()))
     assert len(report.applied) == 2
     assert report.notes == {}
+
+
+@pytest.mark.parametrize("side", ["queries", "keys"])
+def test_a_further_term_from_outside_is_noted(side: str) -> None:
+    """Relative positions that another module made, as in SpeechT5, met by the queries or by the keys."""
+
+    class Given(Relative):
+        def forward(self, x: Tensor, r: Tensor) -> Tensor:  # type: ignore[override]
+            q, k, v = (t(x).unflatten(-1, (self.heads, -1)) for t in (self.q, self.k, self.v))
+            logits = torch.einsum("bthd,bshd->bhts", q, k)
+            if side == "queries":
+                logits = logits + torch.einsum("bthd,tsd->bhts", q, r)
+            else:
+                logits = logits + torch.einsum("bshd,tsd->bhts", k, r)
+            return torch.einsum("bhts,bshd->bthd", (logits / 8**0.5).softmax(-1), v).flatten(2)
+
+    model, inputs = Given(u=False, r=False), (torch.randn(2, 9, 32), torch.randn(9, 9, 8) * 0.2)
+    report = qkwatch.retrofit_(model, qkwatch.find_sites(model, *inputs))
+    assert report.applied == [""]
+    assert "something from outside the layer, with which" in report.notes[""]
