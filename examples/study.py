@@ -33,7 +33,6 @@ GRID: dict[tuple[str, str], tuple[float, ...]] = {
     ("vit", "adamw"): (1e-3, 3e-3, 1e-2, 3e-2, 1e-1),
     ("rope-gpt", "adamw-wd"): (1e-2, 1e-1, 2e-1),
     ("rope-gpt", "muon"): (5e-2, 3e-1, 1.0),
-    ("encoder-gpt", "muon"): (5e-2, 1.0),
 }
 DEFAULT = "l2, cap 20"  # what QKWatch does
 FINALISTS = (DEFAULT, "l2, cap 20, from 10", "l2, cap 20, from 10, ramp 20", "qkclip, 20")

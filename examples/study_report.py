@@ -20,6 +20,7 @@ HALVES = ("tune", "held-out")
 CANDIDATES: dict[str, Thresholds] = {
     "default": Thresholds(),
     "early at 50 after 20 % growth": Thresholds(early_margin=0.2),
+    "early at 50 after doubling": Thresholds(early_margin=1.0),
     "early at 30": Thresholds(early_logit=30.0, info_logit=30.0),
     "no early rule": Thresholds(early_logit=100.0),
     "doubling counts from 50": Thresholds(double_logit=50.0),

@@ -50,7 +50,7 @@ class Thresholds:
         critical_readings: readings in a row for `critical_logit`.
         window: entries kept per time scale. Trends and forecasts see no more than these.
         rise_margin: smallest relative growth that counts as rising (0.2 is 20 %).
-        early_margin: relative growth for `early_logit` (1.0 is a doubling). Healthy runs passed 50 too, slowly.
+        early_margin: relative growth for `early_logit` (2.0: tripled). Healthy runs passed 50 too, slowly.
         rise_sigmas: growth must also exceed so many times the noise of one reading (robust, of log values).
         rise_noise: noise (log units) assumed at `patience` readings; it fades as readings come in.
         broad_norms: a rising or doubling logit counts only with RMS(q)·RMS(k) grown by this (0.2 is 20 %) over the
@@ -84,7 +84,7 @@ class Thresholds:
     critical_readings: int = 2
     window: int = 12
     rise_margin: float = 0.2
-    early_margin: float = 1.0
+    early_margin: float = 2.0
     rise_sigmas: float = 4.0
     rise_noise: float = 0.05
     broad_norms: float = 0.2

@@ -72,7 +72,7 @@ TABLE = [
     # maxima per reading of heads 0 and 1, other values, the loudest alert: level, rule, heads, step
     ("calm", [[20.0, 34.0]] * 9, {}, None),
     ("info", [[52.0, 40.0]] * 3, {}, (Level.INFO, "max_logit", (0,), 0)),
-    ("early", [[30.0, 28.0], [30.0, 42.0], [30.0, 59.0]], {}, (Level.WARN, "early", (1,), 20)),
+    ("early", [[30.0, 18.0], [30.0, 42.0], [30.0, 59.0]], {}, (Level.WARN, "early", (1,), 20)),
     ("rising", [[30.0, v] for v in (90.0, 99.0, 112.0, 130.0)], {}, (Level.WARN, "rising", (1,), 30)),
     ("share", [[30.0, 110.0]], {"over_100": [0.0, 2e-3]}, (Level.WARN, "over_100", (1,), 0)),
     ("harmless share", [[30.0, 110.0]] * 5, {"over_100": [0.0, 1e-4]}, (Level.INFO, "max_logit", (1,), 0)),
@@ -161,7 +161,7 @@ def test_an_alert_is_told_once_while_it_holds():
 
 
 def test_it_is_told_again_once_it_ended_and_restarted():
-    alerts = run(Rules(), [[60.0]] * 3 + [[20.0]] * 3 + [[60.0]] * 3)
+    alerts = run(Rules(), [[60.0]] * 3 + [[18.0]] * 3 + [[60.0]] * 3)
     infos = [a.step for a in alerts if a.level == Level.INFO]
     warns = [a for a in alerts if a.level == Level.WARN]
     assert infos[0] == 0
