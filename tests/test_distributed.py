@@ -322,3 +322,50 @@ def test_patching_is_refused_with_the_remedy(name: str) -> None:
         assert "qkwatch.retrofit_" in reason
         assert "configure_model" in reason
     assert trainers.refuses_patches(SimpleNamespace(strategy=DDPStrategy())) is None
+
+
+class Costly(Plain):
+    """From step 9 on the loss is three higher on one rank."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = super().training_step(batch, index)
+        guilty = self.global_step > 9 and os.environ["RANK"] == "1"
+        return loss + 3.0 if guilty else loss
+
+
+class PatchAt(QKWatch):
+    """Wants its retrofit at step 9, when there is a past to forecast from."""
+
+    def on_train_batch_start(self, run: Any, pl_module: Any, batch: Any, index: int) -> None:
+        if run.global_step == 9:
+            self._run.pending = "asked for"
+        super().on_train_batch_start(run, pl_module, batch, index)
+
+
+@pytest.mark.parametrize("budget", [0.5, 5.0])
+def test_all_ranks_take_a_costly_retrofit_back_or_none_does(budget: float, tmp_path: Path) -> None:
+    def work(rank: int) -> Any:
+        module = Costly()
+        options = {"every_n_steps": 2, "console": False, "on_error": "raise"}
+        callback = PatchAt(**options, budget=budget, budget_steps=4)
+        run = ddp(callback, module=module, max_steps=18)
+        result = outcome(run, module, callback)
+        return {**result, "undone": [e.undone for e in callback.retrofits]}
+
+    first, second = together(work, tmp_path)
+    assert_same({**first, "warnings": []}, {**second, "warnings": []})
+    assert first["undone"] == [13 if budget < 1 else None]
+    patched = any("qk_norm" in name for name in first["weights"])
+    assert patched == (budget > 1)
+
+
+def test_ranks_clip_the_same_heads(tmp_path: Path) -> None:
+    def work(rank: int) -> Any:
+        module, callback = Plain(sharp=True), watch(retrofit="auto", variant="qkclip", cap=15.0)
+        return outcome(ddp(callback, module=module), module, callback)
+
+    first, second = together(work, tmp_path)
+    assert_same({**first, "warnings": []}, {**second, "warnings": []})
+    [(step, applied, _, plan)] = first["retrofits"]
+    assert (step, applied, plan["sites"]) == (1, SITES, [])
+    assert max(float(r["max_logit"].max()) for r in first["readings"]) < 100  # momentum lets them grow in between
