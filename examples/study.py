@@ -35,7 +35,7 @@ GRID: dict[tuple[str, str], tuple[float, ...]] = {
     ("rope-gpt", "muon"): (5e-2, 3e-1, 1.0),
 }
 DEFAULT = "l2, cap 20"  # what QKWatch does
-FINALISTS = (DEFAULT, "l2, cap 20, from 10", "l2, cap 20, from 10, ramp 20", "qkclip, 20")
+FINALISTS = (DEFAULT, "l2, cap 20, ramp 20", "qkclip, 20", "qwen3, cap 20")
 FORCED_AT = 50  # where a healthy run is patched by force
 
 
