@@ -160,9 +160,8 @@ def stream(source: Source, padded: Tensor | None) -> tuple[RowSums, Tensor]:
     sums[0] = source.mask.counts(k_len)
     mass = torch.zeros(batch, heads, k_len, dtype=torch.float32, device=device)
     live = None if padded is None else padded.logical_not().expand(batch, heads, rows)
-    threads = min(torch.get_num_threads(), 8)
-    # several threads share each operation, which costs them time of its own: fewer and larger ones
-    budget = CPU_BLOCK * (2 * threads if threads > 1 else 1) if device.type == "cpu" else GPU_BLOCK
+    # threads share each operation: what each of them works on should stay in its own cache
+    budget = CPU_BLOCK * min(torch.get_num_threads(), 8) if device.type == "cpu" else GPU_BLOCK
     # the dtype is spelled out: Lightning's bf16-true makes another one the default during a forward pass
     s_buffer, e_buffer = torch.empty(2, largest_block(source, budget), dtype=torch.float32, device=device).unbind()
     for block in blocks(source, budget):
@@ -171,8 +170,10 @@ def stream(source: Source, padded: Tensor | None) -> tuple[RowSums, Tensor]:
         s, e = s_buffer[:used].view(shape), e_buffer[:used].view(shape)
         shade = source.fill(block, s)
         reduce_block(s, e, shade, out, source.gentle)
-        first = out.first if source.gentle else out.first - out.base
-        weight = first.exp().add_(out.z).clamp_(min=1e-30).reciprocal_()  # 1 / denominator
+        if source.gentle:
+            weight = out.first.exp().add_(out.z).reciprocal_()  # 1 / denominator
+        else:
+            weight = (out.first - out.base).exp_().add_(out.z).clamp_(min=1e-30).reciprocal_()
         if live is not None or not source.tame or (shade is not None and shade.start == 0):
             weight.mul_(_counts(out, None if live is None else live[block.b, block.h, block.r]))
         keys = mass[block.b, block.h, : block.width].view(-1, 1, block.width)
