@@ -93,7 +93,7 @@ class Witness(TorchDispatchMode):
             mixes_heads = bool(marks) and all(weight.numel() <= MIXING for weight in weights)
             if not entries and (mixes_heads or not weights):
                 self._mark(out, None)
-        elif name in ("_softmax", "_safe_softmax") and marks and not entries:
+        elif name in ("_softmax", "_safe_softmax") and marks and not entries and args[0].ndim > 2:  # 2: a router
             logits = args[0].detach().movedim(args[1], -1)
             visible = logits > max(HIDING, torch.finfo(logits.dtype).min / 2)
             self.found.append(entry := _Entry(Seen.of(torch.softmax(logits.double(), -1), visible)))
