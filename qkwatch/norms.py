@@ -52,6 +52,8 @@ class HeadNorm(nn.Module):
         self.heads, self.head_dim, self.seq_len = heads, head_dim, seq_len
         self.factor = float(factor)
         self.max_gain: float | None = float(min(limits)) if limits else None
+        # not at each forward: Dynamo with dynamic shapes cannot take the logarithm of an attribute
+        self._log_max_gain = math.inf if self.max_gain is None else math.log(self.max_gain)
         self.ramp: Tensor | None = None
         shape = variant.gain_shape(heads, head_dim) if with_gain else None
         self.gain: nn.Parameter | None = None
@@ -89,8 +91,7 @@ class HeadNorm(nn.Module):
         if self.gain is None:
             return None
         if self.variant.scale == "exp":
-            high = math.inf if self.max_gain is None else math.log(self.max_gain)
-            return self._limited(self.gain, -math.inf, high).exp()
+            return self._limited(self.gain, -math.inf, self._log_max_gain).exp()
         gain = self.gain
         if self.variant.offset:  # Gemma adds in fp32: 1 + w in bf16 would round the gain
             gain = gain.to(torch.promote_types(gain.dtype, torch.float32)) + self.variant.offset  # type: ignore[assignment]

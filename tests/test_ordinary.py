@@ -99,12 +99,13 @@ def test_compiles_in_one_graph_as_before(name, backend):
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("variant", ["l2", "gemma3", "olmo2", "swinv2", "chameleon"])
-def test_compiled_gradients(variant):
+def test_compiled_gradients(variant, dynamic):
     torch._dynamo.reset()
     model, args, kwargs, _ = patched("tiny-flash", variant=variant)
     grads = []
-    for m in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+    for m in (model, torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=dynamic)):
         model.zero_grad()
         first_tensor(m(*args, **kwargs)).square().mean().backward()
         grads.append({n: p.grad.clone() for n, p in model.named_parameters()})
