@@ -34,25 +34,33 @@ class Ceiling(torch.autograd.Function):
 
 
 class Unit(torch.autograd.Function):
-    """x / max(|x|, eps) over the axes, as F.normalize; the gradient divides by max(|x|, GRADIENT_FLOOR)."""
+    """x / max(|x|, eps) over the axes, as F.normalize; the gradient divides by max(|x|, eps, GRADIENT_FLOOR).
+
+    The two bounds come squared, from `squares`: with dynamic shapes Dynamo cannot do arithmetic with a number that
+    is an attribute of a module.
+    """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, eps: float, axes: tuple[int, ...]) -> Tensor:
-        return x * torch.rsqrt(x.pow(2).sum(axes, keepdim=True).clamp_min(eps * eps))
+    def forward(x: Tensor, least: float, floor: float, axes: tuple[int, ...]) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).sum(axes, keepdim=True).clamp_min(least))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, float, tuple[int, ...]], output: Tensor) -> None:
-        x, ctx.eps, ctx.axes = inputs
+    def setup_context(ctx: Any, inputs: tuple[Tensor, float, float, tuple[int, ...]], output: Tensor) -> None:
+        x, _, ctx.floor, ctx.axes = inputs
         ctx.save_for_backward(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (x,) = ctx.saved_tensors
         square = x.pow(2).sum(ctx.axes, keepdim=True)  # from x again, so that second derivatives are right
-        floor = max(ctx.eps, GRADIENT_FLOOR) ** 2
-        unit = x * torch.rsqrt(square.clamp_min(floor))
+        unit = x * torch.rsqrt(square.clamp_min(ctx.floor))
         along = (grad * unit).sum(ctx.axes, keepdim=True)
-        sideways = grad - unit * torch.where(square > floor, along, 0.0)
-        return sideways * torch.rsqrt(square.clamp_min(floor)), None, None
+        sideways = grad - unit * torch.where(square > ctx.floor, along, 0.0)
+        return sideways * torch.rsqrt(square.clamp_min(ctx.floor)), None, None, None
+
+
+def squares(eps: float) -> tuple[float, float]:
+    """The bounds of `Unit` for values and for gradients."""
+    return eps**2, max(eps, GRADIENT_FLOOR) ** 2

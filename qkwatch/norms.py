@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkwatch.bounded import GRADIENT_FLOOR, Ceiling, Unit
+from qkwatch.bounded import GRADIENT_FLOOR, Ceiling, Unit, squares
 from qkwatch.errors import QKWatchError
 from qkwatch.variants import PRESETS, Variant, calibrated_gains, gain_ceiling, get_variant
 
@@ -52,8 +52,12 @@ class HeadNorm(nn.Module):
         self.heads, self.head_dim, self.seq_len = heads, head_dim, seq_len
         self.factor = float(factor)
         self.max_gain: float | None = float(min(limits)) if limits else None
-        # not at each forward: Dynamo with dynamic shapes cannot take the logarithm of an attribute
-        self._log_max_gain = math.inf if self.max_gain is None else math.log(self.max_gain)
+        # settled here: with dynamic shapes Dynamo cannot do arithmetic with an attribute
+        self._squares = squares(variant.eps)
+        self._limits: tuple[float, float] | None = None
+        if self.max_gain is not None:
+            exp = variant.scale == "exp"
+            self._limits = (-math.inf, math.log(self.max_gain)) if exp else (-self.max_gain, self.max_gain)
         self.ramp: Tensor | None = None
         shape = variant.gain_shape(heads, head_dim) if with_gain else None
         self.gain: nn.Parameter | None = None
@@ -91,12 +95,11 @@ class HeadNorm(nn.Module):
         if self.gain is None:
             return None
         if self.variant.scale == "exp":
-            return self._limited(self.gain, -math.inf, self._log_max_gain).exp()
+            return self._limited(self.gain).exp()
         gain = self.gain
         if self.variant.offset:  # Gemma adds in fp32: 1 + w in bf16 would round the gain
             gain = gain.to(torch.promote_types(gain.dtype, torch.float32)) + self.variant.offset  # type: ignore[assignment]
-        limit = math.inf if self.max_gain is None else self.max_gain
-        return self._limited(gain, -limit, limit)
+        return self._limited(gain)
 
     def max_norm(self) -> Tensor:
         """Largest length with which a head vector can leave, (H,) float32 on the gain's device."""
@@ -138,7 +141,7 @@ class HeadNorm(nn.Module):
         """The normalised (..., H, D), without gain."""
         full, eps = self.variant.axis == "full", self.variant.eps
         if self.variant.norm == "l2":
-            unit: Tensor = Unit.apply(x, eps, (-2, -1) if full else (-1,))
+            unit: Tensor = Unit.apply(x, *self._squares, (-2, -1) if full else (-1,))
             return unit
         if self.variant.norm == "rms":
             return x * self._ratio(x)
@@ -184,11 +187,10 @@ class HeadNorm(nn.Module):
             return stored.view(self.heads, self.head_dim)
         return stored
 
-    @staticmethod
-    def _limited(gain: Tensor, low: float, high: float) -> Tensor:
-        if math.isinf(high):
+    def _limited(self, gain: Tensor) -> Tensor:
+        if self._limits is None:
             return gain
-        limited: Tensor = Ceiling.apply(gain, low, high)
+        limited: Tensor = Ceiling.apply(gain, *self._limits)
         return limited
 
     def extra_repr(self) -> str:
