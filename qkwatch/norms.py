@@ -45,19 +45,16 @@ class HeadNorm(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        self._max_gain: float | None = None
+        self._limits: tuple[float, float] | None = None
         self.variant = variant = get_variant(variant)
         if max_gain is not None and not max_gain > 0:
             raise QKWatchError(f"max_gain must be positive or None, got {max_gain}")
         limits = [limit for limit in (max_gain, variant.ceiling) if limit is not None]
         self.heads, self.head_dim, self.seq_len = heads, head_dim, seq_len
         self.factor = float(factor)
-        self.max_gain: float | None = float(min(limits)) if limits else None
-        # settled here: with dynamic shapes Dynamo cannot do arithmetic with an attribute
+        self.max_gain = float(min(limits)) if limits else None
         self._squares = squares(variant.eps)
-        self._limits: tuple[float, float] | None = None
-        if self.max_gain is not None:
-            exp = variant.scale == "exp"
-            self._limits = (-math.inf, math.log(self.max_gain)) if exp else (-self.max_gain, self.max_gain)
         self.ramp: Tensor | None = None
         shape = variant.gain_shape(heads, head_dim) if with_gain else None
         self.gain: nn.Parameter | None = None
@@ -74,6 +71,19 @@ class HeadNorm(nn.Module):
             nn.init.constant_(self.gain, self.variant.start_value(self.seq_len))
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+
+    @property
+    def max_gain(self) -> float | None:
+        """The ceiling of |effective gain|; may be set."""
+        return self._max_gain
+
+    @max_gain.setter
+    def max_gain(self, value: float | None) -> None:
+        # what follows from it is settled here: with dynamic shapes Dynamo cannot do arithmetic with an attribute
+        self._max_gain, self._limits = value, None
+        if value is not None:
+            exp = self.variant.scale == "exp"
+            self._limits = (-math.inf, math.log(value)) if exp else (-value, value)
 
     def set_ramp(self, alpha: float | None, device: torch.device | None = None) -> None:
         """Go from the input (0, bit for bit) to the normed vectors (1); None ends the ramp.
