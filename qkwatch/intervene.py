@@ -93,6 +93,11 @@ class Intervention:
         return sum(map(len, self._clip.clip_(readings).values()))
 
     @property
+    def can_go_back(self) -> bool:
+        """Whether there is something to return to. Shards are not copied."""
+        return self._snapshot is not None
+
+    @property
     def ripe(self) -> bool:
         """Whether enough losses have come in to be judged by."""
         return self._snapshot is not None and self._line.seen >= self.budget_steps

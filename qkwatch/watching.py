@@ -222,6 +222,8 @@ class Watching(Guard):
                 raise
             self._warn_once("retrofit", f"the retrofit failed ({text_of(fault)}): the model is as before, and watched")
             report = RetrofitReport(refused={site.name: text_of(fault) for site in self._monitor.sites})
+        if report.applied and self.budget is not None and not self._intervention.can_go_back:
+            self._warn_once("budget", "there is no way back from this retrofit: the budget is not watched for shards")
         self.retrofits.append(Retrofit(self._step, report, loss_before=self._run.loss))
         text = retrofit_text(report)
         self._say(host, text)

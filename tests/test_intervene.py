@@ -160,6 +160,15 @@ def test_after_the_way_back_the_run_trains_and_nothing_is_patched_again() -> Non
     assert callback.history[-1][0] == 27
 
 
+def test_where_there_is_no_way_back_it_says_so(monkeypatch: Any) -> None:
+    monkeypatch.setattr("qkwatch.intervene.shards", lambda model: [model])  # as if it were sharded
+    module, callback = Spoiled(), PatchAt(every_n_steps=3, console=False, on_error="raise", budget=0.3, budget_steps=5)
+    with pytest.warns(UserWarning, match="no way back from this retrofit"):
+        trainer(callback, max_steps=20).fit(module, same_batch(40), same_batch(1))
+    assert patched_sites(module) == SITES
+    assert callback.retrofits[0].undone is None
+
+
 @pytest.mark.parametrize("budget", [0, -1.0, float("nan"), "much"])
 def test_bad_budgets(budget: Any) -> None:
     with pytest.raises(QKWatchError, match="budget"):
