@@ -176,8 +176,9 @@ def stream(source: Source, padded: Tensor | None) -> tuple[RowSums, Tensor]:
             weight = (out.first - out.base).exp_().add_(out.z).clamp_(min=1e-30).reciprocal_()
         if live is not None or not source.tame or (shade is not None and shade.start == 0):
             weight.mul_(_counts(out, None if live is None else live[block.b, block.h, block.r]))
-        keys = mass[block.b, block.h, : block.width].view(-1, 1, block.width)
-        torch.baddbmm(keys, weight.view(len(keys), 1, -1), e.view(len(keys), -1, block.width), out=keys)
+        columns = torch.matmul(weight.unsqueeze(-2), e).squeeze(-2)  # baddbmm is slow where `out` has gaps
+        mass[block.b, block.h, : block.width].add_(columns)
+        torch.sum(s.mul_(e), -1, out=out.zt)  # last: `e` was still in cache for the product above
     done = RowSums(*sums.unbind())
     _rebase(done, source.gentle)
     return done, mass
@@ -206,7 +207,7 @@ def largest_block(source: Source, budget: int) -> int:
 
 
 def reduce_block(s: Tensor, e: Tensor, shade: Shade | None, out: RowSums, gentle: bool) -> None:
-    """Reduce one block of finite logits `s` `(b, h, r, w)` to `out`; `e` becomes exp(s - base), `s` is scratch.
+    """Reduce one block of finite logits `s` `(b, h, r, w)` to `out` but for `zt`; `e` becomes exp(s), s -= base.
 
     The block is small enough to stay in cache, so what costs is the number of passes over it, all in place.
     """
@@ -236,7 +237,6 @@ def reduce_block(s: Tensor, e: Tensor, shade: Shade | None, out: RowSums, gentle
     torch.exp(s, out=e)
     torch.sum(e, -1, out=out.z)
     torch.linalg.vector_norm(e, 2, dim=-1, out=out.z2)
-    torch.sum(s.mul_(e), -1, out=out.zt)
 
 
 def _counts(out: RowSums, live: Tensor | None) -> Tensor:
