@@ -98,6 +98,8 @@ class Witness(TorchDispatchMode):
             visible = logits > max(HIDING, torch.finfo(logits.dtype).min / 2)
             self.found.append(entry := _Entry(Seen.of(torch.softmax(logits.double(), -1), visible)))
             self._mark(out, entry)
+        elif name in ("_softmax", "_safe_softmax") and not marks and args[0].ndim > 2:
+            self._mark(out, _Entry(None))  # weights of something else, as a learned mix over depth
         elif marks and "_norm" not in name and (name != "convolution" or args[1].numel() <= MIXING):
             self._mark(out, entries[0] if entries else None)
         return out
@@ -118,7 +120,9 @@ class Witness(TorchDispatchMode):
 
 @dataclass
 class _Entry:
-    seen: Seen
+    """A softmax: of logits, or (None) of what no product of activations gave. Its product with values is no logit."""
+
+    seen: Seen | None
     used: bool = False
 
 

@@ -6,9 +6,11 @@ and what is reported is the median over rounds of the ratio within a round.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -166,8 +168,13 @@ def _timm() -> tuple[list[nn.Module], str]:
 
 
 def bench_patched(rounds: int = 21, length: int = 256, batch: int = 4) -> Result:
-    """Forward and backward of patched layers against the packages' own QK-norm and no norm."""
-    ratios, targets, notes = Ratios(), {}, []
+    """Forward and backward of patched layers against the packages' own QK-norm and no norm.
+
+    Once as things are, and once with freed memory kept by the process: glibc gives much of what one lone layer
+    frees back to the system at each step and takes it again page by page, more or less of it by chance.
+    """
+    contenders, notes = {}, []
+    x = torch.randn(batch, length, 512, device=device(), requires_grad=True)
     for title, make in (("Llama + qwen3, Qwen3Attention", _llama_and_qwen3), ("timm + vit22b, qk_norm=True", _timm)):
         try:
             modules, variant = make()
@@ -175,17 +182,30 @@ def bench_patched(rounds: int = 21, length: int = 256, batch: int = 4) -> Result
             notes.append(f"{title}: skipped ({error})")
             continue
         plain, patched, native = (module.to(device()) for module in modules)
-        x = torch.randn(batch, length, 512, device=device(), requires_grad=True)
         report = retrofit_(patched, find_sites(patched, x), variant=variant)
         if not report.applied:
             raise QKWatchError(f"{title}: not patched: {report.refused}")
         layers = {"plain": plain, "patched": patched, "native": native}
-        times = timed({name: _step(layer, x) for name, layer in layers.items()}, rounds)
-        ratios[f"{title}: patched / native"] = ratio(times, "patched", "native")
-        targets[f"{title}: patched / native"] = "<= 1.05"
-        ratios[f"{title}: patched / unpatched"] = ratio(times, "patched", "plain")
+        contenders[title] = {name: _step(layer, x) for name, layer in layers.items()}
+    ratios, targets = Ratios(), {}
+    for memory in ("", ", memory kept"):
+        if memory and not _keep_memory():
+            continue
+        for title, steps in contenders.items():
+            times = timed(steps, rounds)
+            ratios[f"{title}: patched / native{memory}"] = ratio(times, "patched", "native")
+            targets[f"{title}: patched / native{memory}"] = "<= 1.05"
+            if not memory:
+                ratios[f"{title}: patched / unpatched"] = ratio(times, "patched", "plain")
     what = f"a layer's forward and backward, B={batch}, T={length}, C=512, 8 heads, float32"
     return {"what": what, "ratios": ratios, "targets": targets, "notes": notes}
+
+
+def _keep_memory() -> bool:
+    """Tell glibc, for the rest of this process, not to give freed memory back; False where there is none."""
+    trim, mmap = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of mallopt(3)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    return mallopt is not None and bool(mallopt(trim, 2**31 - 1)) and bool(mallopt(mmap, 2**30))
 
 
 def _step(module: nn.Module, x: Tensor) -> Callable[[], None]:
@@ -225,8 +245,8 @@ def bench_training(rounds: int = 5) -> Result:
 BENCHES: dict[str, Callable[..., Result]] = {
     "reading": bench_reading,
     "training": bench_training,
-    "patched": bench_patched,
     "find": bench_find,
+    "patched": bench_patched,  # last: it changes how this process keeps memory
 }
 
 

@@ -11,10 +11,34 @@ GRADIENT_FLOOR = 1e-4
 """An L2 norm below this passes gradients as if it were this long: at most 1e4, not 1e12 at a zero vector."""
 
 
-class Ceiling(torch.autograd.Function):
-    """clamp(gain, low, high) whose gradient is dropped only where it would push a gain further outside."""
+class _Own(torch.autograd.Function):
+    """A function that torch.func and torch.compile can transform; `call` it.
+
+    A `setup_context` of its own, which they need, makes torch look up and bind the signature of `forward` in every
+    call. That takes longer than all the rest, so `call` goes round it wherever nothing is transformed.
+    """
 
     generate_vmap_rule = True
+    _plain: type[torch.autograd.Function]
+
+    def __init_subclass__(cls) -> None:
+        def forward(ctx: Any, *args: Any) -> Tensor:
+            output: Tensor = cls.forward(*args)
+            cls.setup_context(ctx, args, output)
+            return output
+
+        members = {"forward": staticmethod(forward), "backward": staticmethod(cls.backward)}
+        cls._plain = type(cls.__name__, (torch.autograd.Function,), members)
+
+    @classmethod
+    def call(cls, *args: Any) -> Tensor:
+        transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+        output: Tensor = (cls if transformed else cls._plain).apply(*args)
+        return output
+
+
+class Ceiling(_Own):
+    """clamp(gain, low, high) whose gradient is dropped only where it would push a gain further outside."""
 
     @staticmethod
     def forward(gain: Tensor, low: float, high: float) -> Tensor:
@@ -22,25 +46,21 @@ class Ceiling(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, float, float], output: Tensor) -> None:
-        gain, ctx.low, ctx.high = inputs
-        ctx.save_for_backward(gain)
+        ctx.save_for_backward(inputs[0], output)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (gain,) = ctx.saved_tensors
-        # descent moves against the gradient: a negative one raises the gain
-        outward = ((gain > ctx.high) & (grad < 0)) | ((gain < ctx.low) & (grad > 0))
-        return grad.masked_fill(outward, 0.0), None, None
+        gain, limited = ctx.saved_tensors
+        # descent moves against the gradient: a negative one raises a gain, and outward if that is above its limit
+        return grad.masked_fill((limited - gain) * grad > 0, 0.0), None, None
 
 
-class Unit(torch.autograd.Function):
+class Unit(_Own):
     """x / max(|x|, eps) over the axes, as F.normalize; the gradient divides by max(|x|, eps, GRADIENT_FLOOR).
 
     The two bounds come squared, from `squares`: with dynamic shapes Dynamo cannot do arithmetic with a number that
     is an attribute of a module.
     """
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, least: float, floor: float, axes: tuple[int, ...]) -> Tensor:

@@ -129,7 +129,9 @@ class HeadNorm(nn.Module):
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         if self.ramp is None and self._is_plain_layer_norm(x.dtype):
             bias = None if self.bias is None else self.bias.to(wide.dtype)
-            return F.layer_norm(wide, wide.shape[-1:], self._multiplier(wide.dtype), bias, self.variant.eps).to(x.dtype)
+            dense = wide.contiguous()  # layer_norm would copy a slice anyway, and again in the backward pass
+            gain = self._multiplier(wide.dtype)
+            return F.layer_norm(dense, dense.shape[-1:], gain, bias, self.variant.eps).to(x.dtype)
         unit = self._unit(wide)
         normed = unit.to(x.dtype) if self.variant.cast == "norm_fp32_then_cast" else unit
         multiplier = self._multiplier(None if self.variant.cast == "norm_fp32_then_cast" else wide.dtype)
@@ -151,8 +153,7 @@ class HeadNorm(nn.Module):
         """The normalised (..., H, D), without gain."""
         full, eps = self.variant.axis == "full", self.variant.eps
         if self.variant.norm == "l2":
-            unit: Tensor = Unit.apply(x, *self._squares, (-2, -1) if full else (-1,))
-            return unit
+            return Unit.call(x, *self._squares, (-2, -1) if full else (-1,))
         if self.variant.norm == "rms":
             return x * self._ratio(x)
         rows = x.flatten(-2) if full else x
@@ -198,10 +199,7 @@ class HeadNorm(nn.Module):
         return stored
 
     def _limited(self, gain: Tensor) -> Tensor:
-        if self._limits is None:
-            return gain
-        limited: Tensor = Ceiling.apply(gain, *self._limits)
-        return limited
+        return gain if self._limits is None else Ceiling.call(gain, *self._limits)
 
     def extra_repr(self) -> str:
         """Heads, channels, gain shape, factor and ceiling."""
