@@ -28,11 +28,12 @@ from qkwatch import Thresholds
 
 SEEDS = {"tune": (0, 1), "held-out": (2, 3)}
 GRID: dict[tuple[str, str], tuple[float, ...]] = {
-    ("rope-gpt", "adamw"): (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 2e-1),
-    ("encoder-gpt", "adamw"): (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 2e-1),
+    ("rope-gpt", "adamw"): (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1),
+    ("encoder-gpt", "adamw"): (1e-3, 3e-3, 1e-2, 3e-2, 1e-1),
     ("vit", "adamw"): (1e-3, 3e-3, 1e-2, 3e-2, 1e-1),
-    ("rope-gpt", "adamw-wd"): (1e-2, 1e-1, 2e-1),
-    ("rope-gpt", "muon"): (5e-2, 3e-1, 1.0),
+    ("rope-gpt", "adamw-wd"): (3e-2, 1e-1),
+    ("rope-gpt", "muon"): (5e-2, 3e-1),
+    ("encoder-gpt", "muon"): (5e-2, 3e-1),
 }
 DEFAULT = "l2, cap 20"  # what QKWatch does
 FINALISTS = (DEFAULT, "l2, cap 20, ramp 20", "qkclip, 20", "qwen3, cap 20")

@@ -16,10 +16,10 @@ from qkwatch.monitor import Monitor, Ranks
 from qkwatch.optim import add_parameters
 from qkwatch.retrofit import norm_parameters
 
-STEPS, PROBE, READ = 300, 10, 5  # steps of a run; between held-out probes; between readings kept for the rules
+STEPS, PROBE, READ = 600, 10, 5  # steps of a run; between held-out probes; between readings kept for the rules
 EVERY = 10  # steps between the readings that the rules see: QKWatch's default
 HARM, IN_A_ROW = 0.1, 3  # nats above the twin, on so many probes in a row
-WARM_UP = 15
+WARM_UP = 50
 Key = dict[str, Any]
 Row = dict[str, Any]
 

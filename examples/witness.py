@@ -73,14 +73,20 @@ class Witness(TorchDispatchMode):
         super().__init__()
         self.found: list[Seen | _Entry] = []
         self._weights: dict[int, Tensor] = {}  # views and copies of parameters
+        self._mixes: dict[int, Tensor] = {}  # and of softmaxes over no product of activations
         self._marks: dict[int, tuple[Tensor, _Entry | None]] = {}  # None: a product that no softmax has seen yet
+        self._weighed: set[int] = set()  # of these, what small weights have mixed since
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = str(getattr(func, "overloadpacket", func)).removeprefix("aten.")
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        if name in COPIES and inputs and all(map(self._is_weight, inputs)):
-            self._weights |= {id(t): t for t in tree_leaves(out) if isinstance(t, Tensor)}
+        if name in COPIES and inputs:
+            outputs = {id(t): t for t in tree_leaves(out) if isinstance(t, Tensor)}
+            if all(map(self._is_weight, inputs)):
+                self._weights |= outputs
+            if all(id(t) in self._mixes for t in inputs):
+                self._mixes |= outputs
         marks = [self._marks[id(t)][1] for t in inputs if id(t) in self._marks]
         entries = [mark for mark in marks if mark is not None]
         if name.startswith("_scaled_dot_product"):
@@ -91,18 +97,26 @@ class Witness(TorchDispatchMode):
                 entry.used = True
             weights = [t for t in factors if self._is_weight(t)]
             mixes_heads = bool(marks) and all(weight.numel() <= MIXING for weight in weights)
-            if not entries and (mixes_heads or not weights):
+            mixed = any(id(t) in self._mixes for t in factors)
+            if not entries and not mixed and (mixes_heads or not weights):
                 self._mark(out, None)
-        elif name in ("_softmax", "_safe_softmax") and marks and not entries and args[0].ndim > 2:  # 2: a router
+                self._weighed |= {id(out)} if weights else set()
+        elif name in ("_softmax", "_safe_softmax") and marks and not entries and not self._is_router(args[0]):
             logits = args[0].detach().movedim(args[1], -1)
             visible = logits > max(HIDING, torch.finfo(logits.dtype).min / 2)
             self.found.append(entry := _Entry(Seen.of(torch.softmax(logits.double(), -1), visible)))
             self._mark(out, entry)
-        elif name in ("_softmax", "_safe_softmax") and not marks and args[0].ndim > 2:
-            self._mark(out, _Entry(None))  # weights of something else, as a learned mix over depth
+        elif name in ("_softmax", "_safe_softmax") and not marks:
+            self._mixes[id(out)] = out  # weights of something else, as a learned mix over depth: no logits to come
         elif marks and "_norm" not in name and (name != "convolution" or args[1].numel() <= MIXING):
             self._mark(out, entries[0] if entries else None)
+            if any(id(t) in self._weighed for t in inputs):
+                self._weighed |= {id(t) for t in tree_leaves(out) if isinstance(t, Tensor)}
         return out
+
+    def _is_router(self, logits: Tensor) -> bool:
+        """Two axes, and small weights made them: a score for each token and expert."""
+        return logits.ndim == 2 and id(logits) in self._weighed
 
     def _is_weight(self, tensor: Tensor) -> bool:
         return isinstance(tensor, nn.Parameter) or id(tensor) in self._weights
@@ -120,9 +134,7 @@ class Witness(TorchDispatchMode):
 
 @dataclass
 class _Entry:
-    """A softmax: of logits, or (None) of what no product of activations gave. Its product with values is no logit."""
-
-    seen: Seen | None
+    seen: Seen
     used: bool = False
 
 

@@ -218,8 +218,10 @@ def calibrated_gains(
 
     q_rms (H,), k_rms (G,) or (H,), max_logit (H,): as a Reading has them (root mean square over the D
     channels, mean over tokens; largest |logit|); `k_heads` is G where k_rms is given per query head
-    (consecutive heads share a key). A head's typical size is g0 = |scale|·D·q_rms·k_rms, of which it keeps
-    f = min(1, cap/max_logit, cap/g0):
+    (consecutive heads share a key). A head's typical size is g0 = |scale|·D·q_rms·k_rms, the logit of a typical
+    query with a typical key of its own direction. Normed, no logit can be larger, so a head keeps f = min(1, cap/g0)
+    of it; under a norm over all heads one head's vectors may be longer than typical, there f is at most
+    cap/max_logit too:
 
     - a gain in logit units is g0·f on q;
     - else q gets q_rms·sqrt(f) and k gets k_rms·sqrt(f), the smallest f of the query heads that share the
@@ -249,8 +251,8 @@ def calibrated_gains(
     width = abs(float(scale)) * head_dim
     known = (q_rms * per_query).isfinite()
     typical = torch.where(known, width * q_rms * per_query, cap)
-    largest = torch.where(known & max_logit.isfinite(), max_logit, typical)
-    keep = torch.minimum(cap / torch.maximum(largest, typical), torch.ones_like(typical))
+    longer = known & max_logit.isfinite() & (variant.axis == "full")
+    keep = (cap / torch.maximum(torch.where(longer, max_logit, 0), typical)).clamp(max=1)
     if variant.scale != "keep":
         return {"q.gain": _shaped(variant, typical * keep, head_dim)}
     even = math.sqrt(cap / width) if width else 1.0

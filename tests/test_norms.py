@@ -481,25 +481,29 @@ def test_calibration_keeps_a_healthy_function(name):
 def test_calibration_by_hand():
     one = torch.ones(2)
     rms, largest = torch.tensor([1.0, 10.0]), torch.tensor([5.0, 400.0])
-    # g0 = .25 * 16 * q_rms * 1 = 4, 40; shares 1, 20/400
-    assert calibrated_gains("l2", rms, one, largest, 16, 0.25)["q.gain"].tolist() == [4.0, 2.0]
+    # g0 = .25 * 16 * q_rms * 1 = 4, 40; shares 1, 20/40
+    assert calibrated_gains("l2", rms, one, largest, 16, 0.25)["q.gain"].tolist() == [4.0, 20.0]
     # long but nearly orthogonal vectors: the gain still starts at the cap, in whatever shape
     for name in ("l2", "cohere"):
         gains = calibrated_gains(name, 10 * one, one, 5 * one, 16, 0.25)
         product = gains["q.gain"] * 4 * gains["k.gain"] if name == "cohere" else gains["q.gain"]
         torch.testing.assert_close(product, torch.full_like(product, 20.0))
     swin = calibrated_gains("swinv2", rms, one, largest, 16, -0.25)["q.gain"]
-    torch.testing.assert_close(swin.exp(), torch.tensor([4.0, 2.0]))
+    torch.testing.assert_close(swin.exp(), torch.tensor([4.0, 20.0]))
     torch.testing.assert_close(
-        calibrated_gains("henry", rms, one, largest, 16, 0.25)["q.gain"], torch.tensor([8.0**0.5])
+        calibrated_gains("henry", rms, one, largest, 16, 0.25)["q.gain"], torch.tensor([80.0**0.5])
     )
     cohere = calibrated_gains("cohere", rms, one, largest, 16, 0.25)
-    torch.testing.assert_close(cohere["q.gain"][:, 0], torch.tensor([1.0, 10 * 0.05**0.5]))
-    torch.testing.assert_close(cohere["k.gain"][:, 0], torch.tensor([1.0, 0.05**0.5]))
+    torch.testing.assert_close(cohere["q.gain"][:, 0], torch.tensor([1.0, 10 * 0.5**0.5]))
+    torch.testing.assert_close(cohere["k.gain"][:, 0], torch.tensor([1.0, 0.5**0.5]))
     shared = calibrated_gains("cohere", rms, one, largest, 16, 0.25, k_heads=1)
-    torch.testing.assert_close(shared["k.gain"], torch.full((1, 16), 0.05**0.5))
+    torch.testing.assert_close(shared["k.gain"], torch.full((1, 16), 0.5**0.5))
     gemma, qwen = (calibrated_gains(n, rms, one, largest, 16, 0.25) for n in ("gemma3", "qwen3"))
     torch.testing.assert_close(gemma["q.gain"] + 1, qwen["q.gain"])
+    # over all heads one may keep more than its share of the length: there the largest logit counts too
+    olmo = calibrated_gains("olmo2", rms, one, largest, 16, 0.25)
+    mean = torch.tensor(101 / 2).sqrt()
+    torch.testing.assert_close(olmo["q.gain"].view(2, 16)[:, 0], mean * torch.tensor([1.0, 0.05]).sqrt())
     assert calibrated_gains("llama4", rms, one, largest, 16, 0.25) == {}
 
 

@@ -172,17 +172,15 @@ def test_calibration_follows_the_cap():
                 block.attn.qkv.weight[:64].mul_(factor)
         ids = token_ids()
         sites = qkwatch.find_sites(model, ids)
-        peaks = {s.name: s.reading.max_logit for s in sites}
         report = qkwatch.retrofit_(model, sites, cap=5.0)
         for site in sites:
             gain = model.get_submodule(site.name).qk_norm.q.effective_gain().detach()
             typical = site.reading.q_rms * site.reading.k_rms * site.head_dim**0.5
-            keep = torch.minimum(5.0 / peaks[site.name], 5.0 / typical).clamp_max(1.0)
-            torch.testing.assert_close(gain, typical * keep, rtol=1e-3, atol=1e-5)
+            torch.testing.assert_close(gain, typical.clamp_max(5.0), rtol=1e-3, atol=1e-5)
         for reading in readings(model, sites, (ids,), {}):
             assert bool((reading.max_logit <= 5.0 * 1.0001).all())
         drifts.append(max(report.drift.values()))
-    assert drifts[0] < 0.5 < drifts[1]
+    assert drifts[0] < 0.4 < drifts[1]
 
 
 def test_drift_is_the_change_of_the_sites_own_output():
