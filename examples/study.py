@@ -36,7 +36,7 @@ GRID: dict[tuple[str, str], tuple[float, ...]] = {
     ("encoder-gpt", "muon"): (5e-2, 3e-1),
 }
 DEFAULT = "l2, cap 20"  # what QKWatch does
-FINALISTS = (DEFAULT, "l2, cap 20, ramp 20", "qkclip, 20", "qwen3, cap 20")
+FINALISTS = (DEFAULT, "l2, constant 10", "l2, cap 20, ramp 20", "qwen3, cap 20", "qkclip, 100, each step")
 FORCED_AT = 50  # where a healthy run is patched by force
 
 
@@ -79,7 +79,7 @@ def act_all(results: Results, half: str) -> None:
     forced, chosen = set[str](), list[tuple[Row, int]]()
     for row in results.runs(half):
         at = first_alert(row, Thresholds())
-        if half == "tune" and (row["seed"] != SEEDS[half][0] or row["lr"] == 0.2 or row["optimizer"] == "adamw-wd"):
+        if half == "tune" and row["seed"] != SEEDS[half][0]:
             continue
         if row["harm"] is not None and at is not None:
             chosen.append((row, at))

@@ -85,12 +85,15 @@ class EncoderGPT(nn.Module):
 
 
 class DigitViT(nn.Module):
-    """A ViT on 8 x 8 digits, 2 x 2 patches, with a class token; RopeAttention's fused projection, no rotation."""
+    """A ViT on 8 x 8 digits, 2 x 2 patches, mean over the patches at the end.
+
+    A class token learns in bursts: two healthy runs then lie further apart than what counts as harm.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.patch, self.cls = nn.Linear(4, WIDTH), nn.Parameter(torch.zeros(1, 1, WIDTH))
-        self.positions = nn.Parameter(torch.randn(1, 17, WIDTH) * 0.02)
+        self.patch = nn.Linear(4, WIDTH)
+        self.positions = nn.Parameter(torch.randn(1, 16, WIDTH) * 0.02)
         layer: dict[str, Any] = {"dim_feedforward": 4 * WIDTH, "dropout": 0.0, "activation": "gelu"}
         layer |= {"batch_first": True, "norm_first": True}
         self.layers = nn.ModuleList([nn.TransformerEncoderLayer(WIDTH, HEADS, **layer) for _ in range(LAYERS)])
@@ -98,10 +101,10 @@ class DigitViT(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         patches = x.unflatten(-1, (4, 2)).unflatten(1, (4, 2)).permute(0, 1, 3, 2, 4).flatten(1, 2).flatten(2)
-        x = torch.cat([self.cls.expand(len(x), -1, -1), self.patch(patches)], 1) + self.positions
+        x = self.patch(patches) + self.positions
         for layer in self.layers:
             x = layer(x)
-        return self.head(self.norm(x[:, 0]))
+        return self.head(self.norm(x.mean(1)))
 
 
 @dataclass

@@ -156,26 +156,24 @@ def unpack(row: Row) -> Reading:
 
 ACTIONS: dict[str, Row] = {
     "l2, cap 20": {"variant": "l2", "cap": 20.0},
-    "l2, cap 20, from 10": {"variant": "l2", "cap": 20.0, "floor": 10.0},
     "l2, constant 10": {"variant": "l2", "calibrate": False},
-    "l2, cap 20, from 10, ramp 20": {"variant": "l2", "cap": 20.0, "floor": 10.0, "ramp": 20},
-    "qkclip, 20": {"clip": 20.0},
-    "qwen3, cap 20": {"variant": "qwen3", "cap": 20.0},
     "l2, cap 20, ramp 20": {"variant": "l2", "cap": 20.0, "ramp": 20},
+    "qwen3, cap 20": {"variant": "qwen3", "cap": 20.0},
+    "qkclip, 100, each step": {"clip": 100.0, "every": 1},
+    "l2, 10 to 20": {"variant": "l2", "cap": 20.0, "floor": 10.0},
+    "l2, 10 to 20, gains at 10 LR": {"variant": "l2", "cap": 20.0, "floor": 10.0, "gain_lr": 10.0},
     "l2, cap 10": {"variant": "l2", "cap": 10.0},
     "l2, cap 50": {"variant": "l2", "cap": 50.0},
     "qkclip, 100": {"clip": 100.0},
-    "l2, cap 20, gains at 10 LR": {"variant": "l2", "cap": 20.0, "gain_lr": 10.0},
-    "swinv2, cap 20": {"variant": "swinv2", "cap": 20.0},
 }
 
 
 def act(key: Key) -> Row:
     """The run of `key` with one of `ACTIONS` at step `at`; held-out loss right before and after, and at the end."""
     options = dict(ACTIONS[key["action"]])
-    ramp, tau = options.pop("ramp", 0), options.pop("clip", None)
+    ramp, tau, every = options.pop("ramp", 0), options.pop("clip", None), options.pop("every", EVERY)
     run, clip, jump, largest = Run(key), None, math.nan, 0.0
-    for step, found in run.steps(monitor := run.monitor(EVERY)):
+    for step, found in run.steps(monitor := run.monitor(every)):
         if step > key["at"]:
             largest = max([largest, *(float(r.max_logit.max()) for r in found)])
         if step == key["at"]:

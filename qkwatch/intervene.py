@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from qkwatch.clip import QKClip
-from qkwatch.midrun import Live, clip_for, patch_, set_ramp, take_back_
+from qkwatch.midrun import Live, Recipe, clip_for, patch_, set_ramp, take_back_
 from qkwatch.monitor import Monitor
 from qkwatch.progress import Progress
 from qkwatch.retrofit import RetrofitReport
 from qkwatch.rules import ALL_SITES, Alert, Level
 from qkwatch.sharding import shards
 from qkwatch.stats import Reading
-from qkwatch.variants import Variant
 from qkwatch.wayback import LossLine, Snapshot
 
 
@@ -22,8 +21,8 @@ class Intervention:
     """One run's retrofit, from the step on which it is made.
 
     Args:
-        variant: a `Variant`, or "qkclip".
-        cap, max_gain, ramp_steps, budget, budget_steps: as `QKWatch` has them.
+        recipe: how it is patched; None for QK-clip.
+        cap, ramp_steps, budget, budget_steps: as `QKWatch` has them.
 
     Attributes:
         new: parameters that are new in training, of the ranks' own models: nothing averages their gradients yet.
@@ -31,14 +30,13 @@ class Intervention:
 
     def __init__(
         self,
-        variant: Variant | str,
+        recipe: Recipe | None,
         cap: float,
-        max_gain: float | None,
         ramp_steps: int,
         budget: float | None,
         budget_steps: int,
     ):
-        self.variant, self.cap, self.max_gain, self.ramp_steps = variant, cap, max_gain, ramp_steps
+        self.recipe, self.cap, self.ramp_steps = recipe, cap, ramp_steps
         self.budget, self.budget_steps = budget, budget_steps
         self.new: list[nn.Parameter] = []
         self._clip: QKClip | None = None
@@ -56,11 +54,10 @@ class Intervention:
         keeps = self.budget is not None and live.refusal is None and not shards(model)
         snapshot = Snapshot(model, live.optimizers) if keeps else None
         new: Sequence[nn.Parameter] = ()
-        if isinstance(self.variant, str):
+        if self.recipe is None:
             self._clip, report = clip_for(live, monitor.sites, monitor.ranks, self.cap)
         else:
-            options = (self.variant, self.cap, self.max_gain)
-            report, new = patch_(live, monitor.sites, monitor.ranks, *options)
+            report, new = patch_(live, monitor.sites, monitor.ranks, self.recipe)
         if report.applied:
             self._snapshot, self._line.turned = snapshot, step + self.ramp_steps
             unknown = monitor.ranks.size > 1 and not shards(model)  # to what averages gradients

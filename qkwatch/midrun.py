@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -58,8 +58,17 @@ class Live:
     settle: Callable[[], None] = lambda: None
 
 
+class Recipe(NamedTuple):
+    """How sites are patched; in the order in which `retrofit_` takes it."""
+
+    variant: Variant
+    cap: float = 20.0
+    max_gain: float | None = 100.0
+    calibrate: bool = True
+
+
 def patch_(
-    live: Live, sites: Sequence[Site], ranks: Ranks, variant: Variant, cap: float, max_gain: float | None
+    live: Live, sites: Sequence[Site], ranks: Ranks, recipe: Recipe
 ) -> tuple[RetrofitReport, list[nn.Parameter]]:
     """Patch between two optimizer steps; returns the report and the parameters that are new in training.
 
@@ -75,7 +84,7 @@ def patch_(
         try:
             fault, report, new = None, RetrofitReport(), []
             try:
-                report = _decide(model, sites, ranks, variant, cap, max_gain)
+                report = _decide(model, sites, ranks, recipe)
                 for average in models[1:]:
                     retrofit_(average, plan=report.plan)
                 if report.applied:
@@ -94,18 +103,16 @@ def patch_(
     return report, new
 
 
-def _decide(
-    pl_module: nn.Module, sites: Sequence[Site], ranks: Ranks, variant: Variant, cap: float, max_gain: float | None
-) -> RetrofitReport:
+def _decide(pl_module: nn.Module, sites: Sequence[Site], ranks: Ranks, recipe: Recipe) -> RetrofitReport:
     report, told, sharded = RetrofitReport(), None, bool(shards(pl_module))
     if ranks.size == 1 and not sharded:
-        return retrofit_(pl_module, sites, variant, cap, max_gain)
+        return retrofit_(pl_module, sites, *recipe)
     if ranks.rank == 0:
         try:
             if sharded:
-                report = _rehearse(pl_module, sites, ranks, variant, cap, max_gain)
+                report = _rehearse(pl_module, sites, ranks, recipe)
             else:
-                report = retrofit_(pl_module, sites, variant, cap, max_gain)
+                report = retrofit_(pl_module, sites, *recipe)
             told = (report.refused, report.drift, report.notes, report.plan.to_dict())
         except Exception as fault:
             ranks.broadcast(None)
@@ -122,9 +129,7 @@ def _decide(
     return report
 
 
-def _rehearse(
-    pl_module: nn.Module, sites: Sequence[Site], ranks: Ranks, variant: Variant, cap: float, max_gain: float | None
-) -> RetrofitReport:
+def _rehearse(pl_module: nn.Module, sites: Sequence[Site], ranks: Ranks, recipe: Recipe) -> RetrofitReport:
     """Rank zero patches and verifies a sharded model, and takes it all back: only the plan is wanted.
 
     The weights of one site at a time are whole, on all ranks, because no rank can gather them alone.
@@ -137,7 +142,7 @@ def _rehearse(
             yield
 
     try:
-        report = retrofit_each_(pl_module, sites, variant, cap, max_gain, around=around)
+        report = retrofit_each_(pl_module, sites, *recipe, around=around)
     finally:
         ranks.broadcast(None)
     for name in report.applied:

@@ -34,6 +34,7 @@ _PLAIN = (
     "cap",
     "max_gain",
     "ramp_steps",
+    "calibrate",
     "layers",
     "rows",
     "console",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from qkwatch.guard import Guard, guarded, text_of
 from qkwatch.intervene import Intervention
-from qkwatch.midrun import Live, Retrofit
+from qkwatch.midrun import Live, Recipe, Retrofit
 from qkwatch.monitor import Monitor
 from qkwatch.options import check_options
 from qkwatch.panels import Panels
@@ -44,6 +44,7 @@ class Watching(Guard):
         cap: float = 20.0,
         max_gain: float | None = 100.0,
         ramp_steps: int = 0,
+        calibrate: bool = True,
         budget: float | None = None,
         budget_steps: int = 20,
         thresholds: Thresholds | None = None,
@@ -55,7 +56,7 @@ class Watching(Guard):
         super().__init__()
         self.every_n_steps, self.retrofit = every_n_steps, retrofit
         self.variant = CLIP if variant == CLIP else get_variant(variant)
-        self.cap, self.max_gain, self.ramp_steps = cap, max_gain, ramp_steps
+        self.cap, self.max_gain, self.ramp_steps, self.calibrate = cap, max_gain, ramp_steps, calibrate
         self.budget, self.budget_steps = budget, budget_steps
         self.thresholds, self.layers, self.rows = thresholds or Thresholds(), layers, rows
         self.console, self.on_error = console, on_error
@@ -76,8 +77,10 @@ class Watching(Guard):
         self.history.clear()
 
     def _fresh(self) -> Intervention:
-        options = self.variant, self.cap, self.max_gain, self.ramp_steps, self.budget, self.budget_steps
-        return Intervention(*options)
+        recipe = None
+        if not isinstance(self.variant, str):
+            recipe = Recipe(self.variant, self.cap, self.max_gain, self.calibrate)
+        return Intervention(recipe, self.cap, self.ramp_steps, self.budget, self.budget_steps)
 
     @property
     def sites(self) -> list[Site]:

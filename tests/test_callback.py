@@ -243,6 +243,14 @@ def test_now_patches_at_the_first_batch_and_the_gains_train(kind: str) -> None:
     assert run.optimizers[0].param_groups[0]["weight_decay"] == 0.1
 
 
+@pytest.mark.parametrize("calibrate", [True, False])
+def test_gains_start_as_measured_or_as_the_variant_has_them(calibrate: bool) -> None:
+    callback, module = watch(retrofit="now", calibrate=calibrate), Tiny()
+    fit(callback, module=module, steps=1)
+    gains = torch.cat([gain.detach().flatten() for _, gain in qkwatch.retrofit.norm_parameters(module)])
+    assert bool((gains == 10.0).all()) is not calibrate
+
+
 def test_old_parameters_keep_identity_state_and_learning_rate() -> None:
     class Around(L.Callback):
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
@@ -600,6 +608,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"every_n_steps": 2.0}, "every_n_steps"),
     ({"every_n_steps": True}, "every_n_steps"),
     ({"ramp_steps": -1}, "ramp_steps"),
+    ({"calibrate": "no"}, "calibrate"),
     ({"cap": 0}, "cap"),
     ({"cap": math.nan}, "cap"),
     ({"cap": "20"}, "cap"),
