@@ -35,8 +35,8 @@ GRID: dict[tuple[str, str], tuple[float, ...]] = {
     ("rope-gpt", "muon"): (5e-2, 3e-1),
     ("encoder-gpt", "muon"): (5e-2, 3e-1),
 }
-DEFAULT = "l2, cap 20"  # what QKWatch does
-FINALISTS = (DEFAULT, "l2, constant 10", "l2, cap 20, ramp 20", "qwen3, cap 20", "qkclip, 100, each step")
+DEFAULT = "l2, constant 10"  # what QKWatch(retrofit="auto") does
+FINALISTS = (DEFAULT, "l2, constant 10, ramp 20", "l2, cap 20", "qwen3, cap 20", "qkclip, 100, each step")
 FORCED_AT = 50  # where a healthy run is patched by force
 
 

@@ -155,9 +155,9 @@ def unpack(row: Row) -> Reading:
 # -- actions ------------------------------------------------------------------------------------------------
 
 ACTIONS: dict[str, Row] = {
-    "l2, cap 20": {"variant": "l2", "cap": 20.0},
     "l2, constant 10": {"variant": "l2", "calibrate": False},
-    "l2, cap 20, ramp 20": {"variant": "l2", "cap": 20.0, "ramp": 20},
+    "l2, constant 10, ramp 20": {"variant": "l2", "calibrate": False, "ramp": 20},
+    "l2, cap 20": {"variant": "l2", "cap": 20.0},
     "qwen3, cap 20": {"variant": "qwen3", "cap": 20.0},
     "qkclip, 100, each step": {"clip": 100.0, "every": 1},
     "l2, 10 to 20": {"variant": "l2", "cap": 20.0, "floor": 10.0},

@@ -114,6 +114,17 @@ class Variant:
         """
         return math.log2(seq_len * seq_len - seq_len) if self.start is None else self.start
 
+    @property
+    def start_logit(self) -> float | None:
+        """Largest logit with which a gain in logit units starts uncalibrated; None for other gains, and for Henry's.
+
+        >>> get_variant("l2").start_logit, get_variant("qwen3").start_logit
+        (10.0, None)
+        """
+        if self.scale == "keep" or self.start is None:
+            return None
+        return math.exp(self.start) if self.scale == "exp" else self.start
+
     def stored(self, effective: Tensor) -> Tensor:
         """What the gain parameter must hold for this effective gain."""
         return effective.log() if self.scale == "exp" else effective - self.offset
@@ -218,10 +229,9 @@ def calibrated_gains(
 
     q_rms (H,), k_rms (G,) or (H,), max_logit (H,): as a Reading has them (root mean square over the D
     channels, mean over tokens; largest |logit|); `k_heads` is G where k_rms is given per query head
-    (consecutive heads share a key). A head's typical size is g0 = |scale|·D·q_rms·k_rms, the logit of a typical
-    query with a typical key of its own direction. Normed, no logit can be larger, so a head keeps f = min(1, cap/g0)
-    of it; under a norm over all heads one head's vectors may be longer than typical, there f is at most
-    cap/max_logit too:
+    (consecutive heads share a key). A head's typical size is g0 = |scale|·D·q_rms·k_rms; normed, no logit can be
+    larger, so it keeps f = min(1, cap/g0) of it. Under a norm over all heads one head's vectors may be longer than
+    typical: there f is at most cap/max_logit too.
 
     - a gain in logit units is g0·f on q;
     - else q gets q_rms·sqrt(f) and k gets k_rms·sqrt(f), the smallest f of the query heads that share the

@@ -44,7 +44,7 @@ class Watching(Guard):
         cap: float = 20.0,
         max_gain: float | None = 100.0,
         ramp_steps: int = 0,
-        calibrate: bool = True,
+        calibrate: bool | None = None,
         budget: float | None = None,
         budget_steps: int = 20,
         thresholds: Thresholds | None = None,
@@ -79,7 +79,10 @@ class Watching(Guard):
     def _fresh(self) -> Intervention:
         recipe = None
         if not isinstance(self.variant, str):
-            recipe = Recipe(self.variant, self.cap, self.max_gain, self.calibrate)
+            calibrate, start = self.calibrate, self.variant.start_logit
+            if calibrate is None:  # where logits run away, the variant's own start gained more than that as measured
+                calibrate = self.retrofit != "auto" or start is None or start > self.cap
+            recipe = Recipe(self.variant, self.cap, self.max_gain, calibrate)
         return Intervention(recipe, self.cap, self.ramp_steps, self.budget, self.budget_steps)
 
     @property

@@ -243,12 +243,27 @@ def test_now_patches_at_the_first_batch_and_the_gains_train(kind: str) -> None:
     assert run.optimizers[0].param_groups[0]["weight_decay"] == 0.1
 
 
-@pytest.mark.parametrize("calibrate", [True, False])
-def test_gains_start_as_measured_or_as_the_variant_has_them(calibrate: bool) -> None:
-    callback, module = watch(retrofit="now", calibrate=calibrate), Tiny()
-    fit(callback, module=module, steps=1)
-    gains = torch.cat([gain.detach().flatten() for _, gain in qkwatch.retrofit.norm_parameters(module)])
-    assert bool((gains == 10.0).all()) is not calibrate
+@pytest.mark.parametrize(
+    ("options", "measured"),
+    [
+        ({"calibrate": True}, True),
+        ({"calibrate": False}, False),
+        ({}, True),
+        ({"retrofit": "auto"}, False),
+        ({"retrofit": "auto", "calibrate": True}, True),
+        ({"retrofit": "auto", "cap": 5.0}, True),  # never above the cap
+        ({"retrofit": "auto", "variant": "qwen3"}, True),
+    ],
+)
+def test_gains_start_as_measured_or_as_the_variant_has_them(options: dict[str, Any], measured: bool) -> None:
+    low = Thresholds(early_logit=1e-3, warn_logit=1e-3, double_logit=1e-3, info_logit=1e-3, over_100_share=0.0)
+    callback, module = watch(**{"retrofit": "now", "thresholds": low, **options}), Tiny(sharp=True)
+    fit(callback, module=module, steps=8)
+    [entry] = callback.retrofits
+    plan = entry.report.plan.sites
+    assert [bool(site.gains) for site in plan] == [measured] * len(SITES)
+    if "cap" in options:
+        assert max(max(site.gains["q.gain"]) for site in plan) <= 5.0
 
 
 def test_old_parameters_keep_identity_state_and_learning_rate() -> None:

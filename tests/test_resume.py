@@ -440,12 +440,9 @@ def test_weight_averages_take_part(name: str, first: bool, early: bool, tmp_path
     inner = copy.module if hasattr(copy, "n_averaged") else copy
     assert patched_sites(inner) == patched_sites(module) == SITES
     assert [n for n, _ in inner.named_parameters()] == [n for n, _ in module.named_parameters()]
-    if name == "EMA":  # each average is that of its own parameter, from the calibrated start on
-        plans = {plan.site: plan for plan in callback.retrofits[0].report.plan.sites}
+    if name == "EMA":  # each average is that of its own parameter, from the start on
         for key, values in gains.items():
-            site, which = key.rsplit(".qk_norm.", 1)
-            start = torch.tensor(plans[site].gains[which])
-            mean = start
+            mean = torch.full_like(values[0], 10.0)
             for value in values if first else values[1:]:
                 mean = mean.lerp(value, 0.2)
             torch.testing.assert_close(dict(inner.named_parameters())[key].detach(), mean, rtol=1e-4, atol=1e-4)
