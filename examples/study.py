@@ -2,7 +2,7 @@
 
     python examples/study.py runs    [--out study.jsonl]   labelled runs, each with its same-seed QK-norm twin
     python examples/study.py actions [--half tune]         what to do at the first WARN
-    python examples/study.py auto                          the product's own action on every warned run of one model
+    python examples/study.py auto                          the product's own action on runs that are warned of
     python examples/study.py report  [--plots DIR]         all tables, and plots
 
 Results are JSON lines, one per run; what is in the file already is not run again. Real data only: Python's own source
@@ -92,10 +92,10 @@ def act_all(results: Results, half: str) -> None:
 
 
 def act_auto(results: Results) -> None:
-    """The third arm of the learning-rate sensitivity: one model, one optimizer, every run that is warned of."""
-    for row in [*results.runs("tune"), *results.runs("held-out")]:
+    """Every held-out run that is warned of, harmful or not; for the learning-rate sensitivity of the one model, all."""
+    for row in [*results.runs("held-out"), *results.runs("tune")]:
         at = first_alert(row, Thresholds())
-        if (row["task"], row["optimizer"]) == ("rope-gpt", "adamw") and row["lr"] <= 0.1 and at is not None:
+        if at is not None and (row["half"] == "held-out" or (row["task"], row["optimizer"]) == ("rope-gpt", "adamw")):
             results.once(action_key(row, DEFAULT, at), act)
 
 

@@ -159,6 +159,7 @@ def passing(later: Sequence[Sequence[Row]], site: str, head: int, limit: float, 
 
 def action_tables(rows: Sequence[Row], console: Console) -> None:
     names = ("runs", "recovered: mean", "worst", "jump: mean", "worst", "largest logit after", "healthy, forced: worst")
+    names += ("warned, not harmful: mean", "worst")
     for half in HALVES:
         table = Table("at the first WARN", *names, title=f"{half} seeds: recovered share of the gap to the twin")
         for action in ACTIONS:
@@ -171,24 +172,25 @@ def action_tables(rows: Sequence[Row], console: Console) -> None:
 
 def action_row(done: Sequence[Row], rows: Sequence[Row], action: str) -> list[str]:
     base = {identity(r): r for r in rows if r["kind"] == "run"}
-    shares, jumps, healthy, tops = [], [], [], []
+    shares, jumps, healthy, false, tops = [], [], [], [], []
     for r in done:
         if r["action"] != action:
             continue
         run = base[identity(r)]
         nothing, start = run["probes"][-1], run["twin"][-1]
         if r["harm"] is None:
-            healthy.append(r["final"] - nothing)
+            (healthy if first_alert(run, Thresholds()) is None else false).append(r["final"] - nothing)
         elif nothing - start > HARM:
             shares.append((nothing - r["final"]) / (nothing - start))
             jumps.append(r["jump"])
             tops.append(r["largest"])
     if not shares:
         return []
-    force = f"{max(healthy):+.3f}" if healthy else "-"
     mean, top = statistics.mean, f"{max(tops):,.0f}"
+    force = f"{max(healthy):+.3f}" if healthy else "-"
+    alarmed = (f"{mean(false):+.3f}", f"{max(false):+.3f}") if false else ("-", "-")
     recovered, jumped = (f"{mean(shares):.2f}", f"{min(shares):.2f}"), (f"{mean(jumps):+.3f}", f"{max(jumps):+.3f}")
-    return [str(len(shares)), *recovered, *jumped, top, force]
+    return [str(len(shares)), *recovered, *jumped, top, force, *alarmed]
 
 
 def identity(row: Row) -> tuple[Any, ...]:
@@ -239,7 +241,7 @@ def report(rows: Sequence[Row], console: Console, plots: Path | None) -> None:
     made_table(console)
     forecast_table(rows, console)
     action_tables(rows, console)
-    found = sensitivity_table(rows, console, "l2, cap 20")
+    found = sensitivity_table(rows, console, "l2, constant 10")
     if plots is not None:
         from study_plots import draw
 
