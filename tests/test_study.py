@@ -57,10 +57,10 @@ def test_runs_actions_and_tables(study: Any, tmp_path: Path) -> None:
     assert row["readings"]
     assert row["losses"]
     row["harm"], row["probes"][-1] = 20, row["twin"][-1] + 1.0  # so that there is a gap to recover
-    for action in ("l2, cap 20", "l2, cap 20, ramp 20", "qkclip, 100"):
+    for action in ("l2, constant 10", "l2, constant 10, ramp 20", "qkclip, 100"):
         results.once(study.action_key(row, action, 10), study.act)
     assert all(torch.isfinite(torch.tensor([r["final"], r["jump"]])).all() for r in results.rows[1:])
-    ramped = next(r for r in results.rows if r.get("action") == "l2, cap 20, ramp 20")
+    ramped = next(r for r in results.rows if r.get("action") == "l2, constant 10, ramp 20")
     assert abs(ramped["jump"]) < 1e-4
     again = study.Results(tmp_path / "study.jsonl", console)
     again.once(key, lambda key: pytest.fail("it was run already"))
