@@ -113,7 +113,7 @@ def doubled(series: list[tuple[int, float | None]], limits: Thresholds) -> bool:
 def forecast(past: History, head: int, step: int, limits: Thresholds) -> Forecast:
     """Steps to each limit from a Theil-Sen line through the max logits, on the fastest scale that rises.
 
-    A line, not an exponential: in the labelled runs of `examples/study.py` its median error was a factor of 1.5 to 2
+    A line, not an exponential: in the labelled runs of `examples/study.py` its median error was a factor of 1.5 to 3.4
     where an exponential came 4 to 6 times too early. The interval comes from the 10 % and 90 % quantiles of the
     pairwise slopes.
     """

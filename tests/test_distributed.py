@@ -84,7 +84,7 @@ def test_ranks_are_equal_and_equal_to_one_process(name: str, tmp_path: Path, mon
     strategy, options = CASES[name]
 
     def work(rank: int) -> Any:
-        module, callback = Plain(sharp=True), watch(retrofit="auto")
+        module, callback = Plain(sharp=True), watch(retrofit="auto", calibrate=True)
         run = ddp(callback, module=module, strategy=strategy, **options)
         return outcome(run, module, callback)
 
@@ -97,7 +97,7 @@ def test_ranks_are_equal_and_equal_to_one_process(name: str, tmp_path: Path, mon
     assert first["steps"] == ([0, 2, 4] if accumulated else [0, 1, 2, 4])
     # one process with the joint batch; its own calibration would see all four samples, so it gets rank zero's plan
     monkeypatch.setattr("qkwatch.midrun._decide", lambda module, *args: qkwatch.retrofit_(module, plan=plan))
-    module, callback = Plain(sharp=True), watch(retrofit="auto")
+    module, callback = Plain(sharp=True), watch(retrofit="auto", calibrate=True)
     ddp(callback, module=module, size=1, **options)
     gains = dict(norm_parameters(module))
     assert gains

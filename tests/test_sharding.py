@@ -211,7 +211,7 @@ def test_ranks_are_equal_and_equal_to_one_process(name: str, tmp_path: Path, mon
     kind, model, options = CASES[name]
 
     def work(rank: int) -> Any:
-        module, callback = kind(sharp=True, **model), watch(retrofit="auto")
+        module, callback = kind(sharp=True, **model), watch(retrofit="auto", calibrate=True)
         run = fit(callback, module=module, **options)
         groups = [[p.numel() for p in g["params"]] for g in run.optimizers[0].param_groups]
         [entry] = callback.retrofits
@@ -229,7 +229,7 @@ def test_ranks_are_equal_and_equal_to_one_process(name: str, tmp_path: Path, mon
     # one process with the joint batch; its own calibration would see all four samples, so it gets rank zero's plan
     monkeypatch.setattr("qkwatch.midrun._decide", lambda module, *args: qkwatch.retrofit_(module, plan=plan))
     monkeypatch.setattr(kind, "configure_model", lambda self: None)
-    module, callback = kind(sharp=True, **model), watch(retrofit="auto")
+    module, callback = kind(sharp=True, **model), watch(retrofit="auto", calibrate=True)
     run = trainer(callback, **{"max_steps": 6, **options})
     run.fit(module, batches(None), batches(None))
     for site in plan["sites"]:
