@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from study_report import first_alert, report
-from study_runs import ACTIONS, Key, Row, act, labelled
+from study_runs import ACTIONS, DEFAULT, Key, Row, act, labelled
 
 from qkwatch import Thresholds
 
@@ -35,7 +35,6 @@ GRID: dict[tuple[str, str], tuple[float, ...]] = {
     ("rope-gpt", "muon"): (5e-2, 3e-1),
     ("encoder-gpt", "muon"): (5e-2, 3e-1),
 }
-DEFAULT = "l2, constant 10"  # what QKWatch(retrofit="auto") does
 FINALISTS = (DEFAULT, "l2, constant 10, ramp 20", "l2, cap 20", "qwen3, cap 20", "qkclip, 100, each step")
 FORCED_AT = 50  # where a healthy run is patched by force
 

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 from study_made import CASES, warned
-from study_runs import ACTIONS, EVERY, HARM, Row, unpack
+from study_runs import ACTIONS, DEFAULT, EVERY, HARM, Row, unpack
 
 from qkwatch import Level, Thresholds
 from qkwatch.rules import Rules
@@ -241,7 +241,7 @@ def report(rows: Sequence[Row], console: Console, plots: Path | None) -> None:
     made_table(console)
     forecast_table(rows, console)
     action_tables(rows, console)
-    found = sensitivity_table(rows, console, "l2, constant 10")
+    found = sensitivity_table(rows, console, DEFAULT)
     if plots is not None:
         from study_plots import draw
 

@@ -154,6 +154,7 @@ def unpack(row: Row) -> Reading:
 
 # -- actions ------------------------------------------------------------------------------------------------
 
+DEFAULT = "l2, constant 10"  # what QKWatch(retrofit="auto") does
 ACTIONS: dict[str, Row] = {
     "l2, constant 10": {"variant": "l2", "calibrate": False},
     "l2, constant 10, ramp 20": {"variant": "l2", "calibrate": False, "ramp": 20},
