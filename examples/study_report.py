@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -113,27 +114,32 @@ def made_table(console: Console, seeds: int = 20) -> None:
 
 
 def forecast_table(rows: Sequence[Row], console: Console) -> None:
-    """Each forecast of a site's largest head that falls within the run, against the truth."""
-    table = Table("limit", "forecasts", "passed", "median error", "bias", "inside the interval", "not passed in time")
-    table.title = "forecasts on the held-out seeds (truth: the first reading past the limit; error, bias: a factor)"
-    for limit in (100.0, 1e3, 1e4):
-        ratios, inside, made = [], 0, 0
+    """Each forecast of a site's largest head against the truth, where the limit was passed later in the run."""
+    names = ("forecasts", "passed later", "median error", "bias", "inside the interval", "interval over, not passed")
+    table = Table("seeds", "limit", *names)
+    table.title = "forecasts (truth: the first reading past the limit; error, bias: a factor)"
+    for half, limit in itertools.product(HALVES, (100.0, 1e3, 1e4)):
+        ratios, inside, made, over = [], 0, 0, 0
         for row in rows:
-            if row["kind"] == "run" and row["half"] == "held-out":
-                for span, truth in forecasts(row, limit):
+            if row["kind"] == "run" and row["half"] == half:
+                for (low, mid, high), truth, left in forecasts(row, limit):
                     made += 1
                     if truth is not None:
-                        ratios.append(math.log(max(span[1], EVERY / 2) / truth))
-                        inside += span[0] - EVERY <= truth <= span[2] + EVERY
+                        ratios.append(math.log(max(mid, EVERY / 2) / truth))
+                        inside += low - EVERY <= truth <= high + EVERY
+                    else:
+                        over += high + EVERY <= left
         if ratios:
             error, bias = (math.exp(f(ratios)) for f in (lambda v: statistics.median(map(abs, v)), statistics.median))
             share = f"{inside / len(ratios):.0%}"
-            figures = [str(made), str(len(ratios)), f"{error:.2f}", f"{bias:.2f}", share, str(made - len(ratios))]
-            table.add_row(f"{limit:,.0f}", *figures)
+            table.add_row(
+                half, f"{limit:,.0f}", str(made), str(len(ratios)), f"{error:.2f}", f"{bias:.2f}", share, str(over)
+            )
     console.print(table)
 
 
-def forecasts(row: Row, limit: float) -> list[tuple[tuple[float, float, float], int | None]]:
+def forecasts(row: Row, limit: float) -> list[tuple[tuple[float, float, float], int | None, int]]:
+    """Every forecast of a run, the steps to the truth (None: not passed), and the steps left in the run."""
     rules, found, steps = Rules(), [], readings(row, EVERY)
     last = steps[-1][0]["step"]
     for i, now in enumerate(steps):
@@ -142,8 +148,8 @@ def forecasts(row: Row, limit: float) -> list[tuple[tuple[float, float, float], 
         for r in now:
             head = max(range(len(r["max_logit"])), key=lambda h: r["max_logit"][h])
             span = rules.forecast(r["site"], head, step).steps_to[limit]
-            if span is not None and step + span[1] <= last:
-                found.append((span, passing(steps[i + 1 :], r["site"], head, limit, step)))
+            if span is not None:
+                found.append((span, passing(steps[i + 1 :], r["site"], head, limit, step), last - step))
     return found
 
 
