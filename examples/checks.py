@@ -20,8 +20,8 @@ from qkwatch import Site, find_sites, retrofit_, undo_, watch
 from qkwatch.core import Core
 from qkwatch.measure import measure_at
 from qkwatch.probe import replay
+from qkwatch.reading import Reading, merge, reading_from
 from qkwatch.scout import Scout
-from qkwatch.stats import Reading, merge, reading_from
 
 TOLERANCE = 1e-4  # of a reading, in nats and in shares
 GROWTH = 1000.0

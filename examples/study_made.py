@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from qkwatch import Level, Thresholds
+from qkwatch.reading import reading_from
 from qkwatch.rules import Rules
-from qkwatch.stats import qk_stats, reading_from
+from qkwatch.stats import qk_stats
 
 BATCH, HEADS, LENGTH, DIM = 2, 4, 64, 16
 READINGS, EVERY = 40, 10

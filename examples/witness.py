@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from qkwatch.stats import Reading
+from qkwatch.reading import Reading
 
 HIDING = -9999.0  # the mask of old half-precision models
 COPIES = {"view", "_unsafe_view", "permute", "transpose", "t", "unsqueeze", "expand", "clone", "as_strided", "detach"}

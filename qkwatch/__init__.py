@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from qkwatch.norms import Variant
     from qkwatch.observe import watch
     from qkwatch.plan import RetrofitPlan
+    from qkwatch.reading import Reading
     from qkwatch.retrofit import RetrofitReport, restore_, retrofit_, undo_
     from qkwatch.rules import Alert, Level, Thresholds
     from qkwatch.scout import find_sites
     from qkwatch.sites import Site
-    from qkwatch.stats import Reading
 
 __version__ = "0.1.0"
 
@@ -33,7 +33,7 @@ _HOMES = {
     "QKClip": "clip",
     "QKWatch": "callback",
     "QKWatchError": "errors",
-    "Reading": "stats",
+    "Reading": "reading",
     "RetrofitPlan": "plan",
     "RetrofitReport": "retrofit",
     "Site": "sites",

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from qkwatch.errors import QKWatchError
 from qkwatch.layout import Channels
 from qkwatch.probe import Refusal, Tap, isolated, replay
+from qkwatch.reading import Reading
 from qkwatch.sites import Site
-from qkwatch.stats import Reading
 from qkwatch.trace import find_query_tap
 
 

@@ -10,10 +10,10 @@ from qkwatch.clip import QKClip
 from qkwatch.midrun import Live, Recipe, clip_for, patch_, set_ramp, take_back_
 from qkwatch.monitor import Monitor
 from qkwatch.progress import Progress
+from qkwatch.reading import Reading
 from qkwatch.retrofit import RetrofitReport
 from qkwatch.rules import ALL_SITES, Alert, Level
 from qkwatch.sharding import shards
-from qkwatch.stats import Reading
 from qkwatch.wayback import LossLine, Snapshot
 
 

@@ -11,8 +11,9 @@ from qkwatch.core import Core
 from qkwatch.kernels import may_look
 from qkwatch.layout import HeadLayout
 from qkwatch.masks import hidden_below
+from qkwatch.reading import Packed
 from qkwatch.sites import Site
-from qkwatch.stats import Packed, logit_stats, qk_stats, row_budget, with_bias
+from qkwatch.stats import logit_stats, qk_stats, row_budget, with_bias
 
 Rows = int | str  # "all", "auto" or a number of query rows
 

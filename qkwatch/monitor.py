@@ -20,11 +20,11 @@ from qkwatch.measure import Rows
 from qkwatch.modules import named_modules
 from qkwatch.observe import Observer, readings_of
 from qkwatch.ranks import Broken, Ranks
+from qkwatch.reading import COLUMNS, MAXIMA, Packed, Reading, merge
 from qkwatch.rules import Alert, Rules, Thresholds
 from qkwatch.scout import Scout
 from qkwatch.sharding import shards
 from qkwatch.sites import Site, select
-from qkwatch.stats import COLUMNS, MAXIMA, Packed, Reading, merge
 
 _SEARCHES = 3  # how often the monitor looks for sites: at first, and again while there is reason to
 T = TypeVar("T")

@@ -16,9 +16,9 @@ from qkwatch.fastpath import fast_path_core
 from qkwatch.measure import Rows, measure_at
 from qkwatch.modules import ModuleStack
 from qkwatch.probe import Call
+from qkwatch.reading import Packed, Reading, reading_from
 from qkwatch.scout import Scout
 from qkwatch.sites import Site, select
-from qkwatch.stats import Packed, Reading, reading_from
 
 
 class Observer:

@@ -18,8 +18,8 @@ import numpy as np
 from .heatmaps import ABSENT, ENTROPY, LOGITS, UNKNOWN, History, Pixels, heat_map, short_names
 
 if TYPE_CHECKING:
+    from .reading import Reading
     from .rules import Alert
-    from .stats import Reading
 
 Figures = dict[str, list[float]]  # field -> one value a head, without those that were not measured
 

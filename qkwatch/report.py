@@ -19,7 +19,7 @@ from qkwatch.rules import ALL_SITES, Alert, Level
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from qkwatch.stats import Reading
+    from qkwatch.reading import Reading
 
 NOT_MEASURED = "not measured"
 STYLES = {

@@ -5,21 +5,20 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
 from qkwatch.clip import QKClip
 from qkwatch.errors import QKWatchError
-from qkwatch.mha import QKNormMultiheadAttention
 from qkwatch.modules import clean_name, named_modules
 from qkwatch.norms import QKNorm, Variant, get_variant
 from qkwatch.plan import CorePlan, RetrofitPlan, SitePlan, TapPlan, kind_of
 from qkwatch.probe import Refusal
+from qkwatch.refusals import check_plan, check_site, shared_taps
 from qkwatch.sharding import is_spread, shard_norms
 from qkwatch.sites import Site
 from qkwatch.stored import stored_keys
@@ -33,7 +32,6 @@ from qkwatch.surgery import (
     undone_on_error,
     uninstall,
 )
-from qkwatch.taps import parts_of
 from qkwatch.variants import CLIP
 from qkwatch.verify import Verified, calibrate_and_verify, output_of, relative_change
 
@@ -144,12 +142,12 @@ def retrofit_each_(
     """`retrofit_` from sites, each patched and verified inside ``around(its name)``."""
     report, plans = RetrofitReport(), []
     names = {id(module): name for name, module in reversed(named_modules(model).items())}
-    shared = _shared_taps(sites)
+    shared = shared_taps(sites)
     with undone_on_error(model, report.applied):
         for site in sites:
             name = names.get(id(site.module), site.name)  # the sites may have been found in a part of this model
             try:
-                _check(site, names, shared, variant)
+                check_site(site, names, shared, variant)
                 with around(name):
                     done = _patch(model, site, _draft(site, variant, max_gain, names), cap, calibrate)
             except (Refusal, QKWatchError) as refusal:
@@ -247,65 +245,11 @@ def match_(model: nn.Module, plan: RetrofitPlan, present: Mapping[str, Any] | No
         or (name not in wanted and (present is None or any(clean_name(k).startswith(f"{name}.") for k in present)))
     ]
     missing = tuple(site for name, site in wanted.items() if name not in installed or name in stale)
-    _check_plan(RetrofitPlan(missing), modules, replaced=stale)
+    check_plan(RetrofitPlan(missing), modules, replaced=stale)
     for name in stale:
         uninstall(model, name)
     _apply(model, RetrofitPlan(missing))
     return bool(stale or missing)
-
-
-def _shared_taps(sites: Sequence[Site]) -> dict[int, set[str]]:
-    owners: dict[int, set[str]] = {}
-    for site in sites:
-        for tap in site.taps or ():
-            owners.setdefault(id(tap.module), set()).add(site.name)
-    return owners
-
-
-def _check(site: Site, names: Mapping[int, str], shared: Mapping[int, set[str]], variant: Variant) -> None:
-    if not site.retrofittable:
-        raise Refusal(site.reason or "it has no taps")
-    if id(site.module) not in names:
-        raise Refusal("it is not a module of this model")
-    if CHILD in site.module._modules or CHILD in site.module._parameters:
-        raise Refusal(f"it has a {CHILD!r} of its own")
-    if hasattr(type(site.module), CHILD):
-        raise Refusal(f"its class has a {CHILD!r} of its own")
-    if site.call is None:
-        raise Refusal("the inputs of its forward are not known, so a patch could not be verified")
-    _check_at_core(site, variant)
-    for tap in site.taps or ():
-        name = type(tap.module).__name__
-        others = shared[id(tap.module)] - {site.name}
-        if others:
-            raise Refusal(f"it shares a projection ({name}) with {', '.join(sorted(others))}")
-        if parts_of(tap.module):
-            raise Refusal(f"its projection ({name}) is normed for another site already")
-        if id(tap.module) not in names:
-            raise Refusal(f"its projection ({name}) is not a module of this model")
-        if "forward" in tap.module.__dict__:
-            raise Refusal(f"the forward of its projection ({name}) is overridden on the instance")
-        if isinstance(tap.module, torch.jit.ScriptModule):
-            raise Refusal(f"its projection ({name}) is a script module")
-
-
-def _check_at_core(site: Site, variant: Variant) -> None:
-    """What holds for sites without projections to norm, whose norms sit behind rotary embeddings."""
-    if site.core_tap is None:
-        return
-    if variant.axis != "head" or variant.gain not in ("none", "scalar", "per_head"):
-        raise Refusal(
-            "its queries and keys can be normed only where the softmax takes them, behind any rotary embedding: "
-            f"{variant.name!r} has {'one norm over all heads' if variant.axis != 'head' else 'a gain per channel'}, "
-            "which means another thing there; 'l2', 'henry', 'swinv2' and 'llama4' fit"
-        )
-    name = type(site.module).__name__
-    if "forward" in site.module.__dict__:
-        raise Refusal(f"the forward of the {name} is overridden on the instance")
-    if isinstance(site.module, torch.jit.ScriptModule):
-        raise Refusal("it is a script module")
-    if parts_of(site.module):
-        raise Refusal(f"its output ({name}) is normed for another site already")
 
 
 def _draft(site: Site, variant: Variant, max_gain: float | None, names: Mapping[int, str]) -> SitePlan:
@@ -320,7 +264,7 @@ def _draft(site: Site, variant: Variant, max_gain: float | None, names: Mapping[
 
 def _apply(model: nn.Module, plan: RetrofitPlan) -> RetrofitReport:
     """Apply a plan unseen; all or nothing."""
-    _check_plan(plan, named_modules(model))
+    check_plan(plan, named_modules(model))
     report = RetrofitReport(plan=plan)
     with undone_on_error(model, report.applied):
         for site in plan.sites:
@@ -328,28 +272,3 @@ def _apply(model: nn.Module, plan: RetrofitPlan) -> RetrofitReport:
             report.applied.append(site.site)
         shard_norms(model)
     return report
-
-
-def _check_plan(plan: RetrofitPlan, modules: Mapping[str, nn.Module], replaced: Collection[str] = ()) -> None:
-    for site in plan.sites:
-        problem = _mismatch(site, modules, site.site in replaced)
-        if problem is not None:
-            raise QKWatchError(f"the plan does not fit this model: {problem}")
-
-
-def _mismatch(plan: SitePlan, modules: Mapping[str, nn.Module], replaced: bool) -> str | None:
-    site = modules.get(plan.site)
-    if site is None:
-        return f"it has no module {plan.site!r}"
-    if CHILD in site._modules and not replaced:
-        return f"{plan.site!r} is patched already"
-    if plan.core is not None:
-        return plan.core.mismatch(plan.site, site)
-    if plan.taps is not None:
-        return next((p for tap in plan.taps if (p := tap.mismatch(modules))), None)
-    if type(site) not in (nn.MultiheadAttention, QKNormMultiheadAttention):
-        return f"{plan.site!r} is a {type(site).__name__}, not a MultiheadAttention"
-    heads, head_dim = int(site.num_heads), int(site.head_dim)  # type: ignore[arg-type]
-    if (heads, head_dim) != (plan.q_heads, plan.head_dim):
-        return f"{plan.site!r} has {heads} heads of {head_dim}, not {plan.q_heads} of {plan.head_dim}"
-    return None

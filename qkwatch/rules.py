@@ -19,7 +19,7 @@ from qkwatch.trends import History, Row, Values, doubled, forecast, reduce
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from qkwatch.stats import Reading
+    from qkwatch.reading import Reading
 
 __all__ = ["ALL_SITES", "Alert", "Forecast", "Level", "Rules", "Thresholds"]
 

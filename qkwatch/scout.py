@@ -20,9 +20,9 @@ from qkwatch.layout import HeadLayout, default_layout
 from qkwatch.measure import Rows, measure, measure_at
 from qkwatch.modules import ModuleStack, named_modules, unwrap
 from qkwatch.probe import Call, Refusal, isolated, replay
+from qkwatch.reading import Packed, gather_heads, merge, reading_from
 from qkwatch.sharding import unsharded
 from qkwatch.sites import Site
-from qkwatch.stats import Packed, gather_heads, merge, reading_from
 from qkwatch.trace import find_taps
 
 _WIDEN = 3  # how many ancestors with weights may be tried for the projections that a core's own module lacks

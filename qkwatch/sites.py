@@ -11,7 +11,7 @@ from torch import nn
 from qkwatch.errors import QKWatchError
 from qkwatch.layout import HeadLayout
 from qkwatch.probe import Call, CoreTap, Loose, Tap
-from qkwatch.stats import Reading
+from qkwatch.reading import Reading
 
 
 @dataclass(eq=False)

@@ -1,14 +1,10 @@
-"""Per-head attention statistics: q and k (or the logits) -> packed sums on the device -> `Reading`.
+"""Per-head attention statistics: q and k, or the logits -> packed sums on the device.
 
-Pure tensor maths. `qk_stats` and `logit_stats` never wait for the device; their results have one fixed width,
-so that many sites travel in one transfer or one collective, `merge` adds them up, and `reading_from` divides.
+Pure tensor maths, which never waits for the device. The results have one fixed width, so that many sites travel in
+one transfer or one collective.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +12,7 @@ from torch import Tensor
 from .errors import QKWatchError
 from .kernels import EMPTY, LogitSource, QKSource, RowSums, Source, may_look, stream
 from .masks import BIG, Mask, RowPlan, hidden_below
+from .reading import COLUMNS, MAXIMA, Packed
 
 MANY_KEYS = 16  # normalised entropy is taken over rows with so many visible keys where there are any
 SINK_MASS = 0.3  # a key with more than this of the mean mass is a sink
@@ -23,60 +20,6 @@ MAX_SINKS = 3  # at most so many keys can have it: the masses of all keys add up
 SHARP = 0.99  # a row whose largest weight is above this is saturated
 MIN_ROW_LEFT = 1e-4  # without its sinks a row with less mass than this is all rounding
 BIAS_BLOCK = 1 << 20  # elements of a bias looked at together
-MIN_HEAD_LEFT = 0.05  # a head with less mass than this off its sinks is a sink, not a collapsed head
-
-MAXIMA = ("max_logit", "margin", "bias", "sampled")
-SUMS = (
-    *("measured", "excluded", "nonfinite", "rows", "keys", "over"),  # rows: measured and finite, those in the means
-    *("nats", "grad", "sink", "rows_2", "sharp"),  # rows_2, rows_16: with at least so many visible keys
-    *("entropy_2", "rows_16", "entropy_16"),
-    *("kept_2", "corrected_2", "kept_16", "corrected_16"),  # the same without the sink keys
-    *("q_rms", "q_tokens", "k_rms", "k_tokens"),
-)
-COLUMNS = MAXIMA + SUMS
-
-
-@dataclass(frozen=True)
-class Reading:
-    """One site's per-head statistics at one step. Tensors: float32, on the CPU, `(H,)`; nan = not measured."""
-
-    site: str
-    max_logit: Tensor  # largest |logit| on visible entries; inf where a measured row held NaN or +inf
-    margin: Tensor  # largest row max - row mean over visible keys
-    entropy: Tensor  # mean of H / ln(visible keys), 0..1, rows with >= 16 visible keys (>= 2 where none has 16)
-    entropy_nats: Tensor  # mean entropy of all measured rows, nats
-    saturated: Tensor  # share of rows (>= 2 visible keys) whose largest weight is above .99
-    grad_signal: Tensor  # mean of 1 - sum p^2, the trace of the softmax Jacobian
-    q_rms: Tensor  # root mean square over D, averaged over tokens
-    k_rms: Tensor
-    entropy_corrected: Tensor  # entropy off key 0 and keys with mean mass > .3, renormalised; nan for a sink head
-    sink_mass: Tensor  # mean mass on those dropped keys, 0..1
-    over_100: Tensor  # share of visible entries with |logit| > 100
-    nonfinite: Tensor  # measured rows that held NaN or +inf; they are in none of the means
-    rows: int  # query rows (B x T) measured
-    excluded_rows: int  # left out as fully masked or padded
-    exact: bool  # all rows were measured, not a sample
-    step: int | None = None
-    bias_max: Tensor | None = None  # largest |additive bias| on entries it leaves visible; None where none was seen
-
-    @property
-    def heads(self) -> int:
-        """Number of query heads."""
-        return self.max_logit.shape[0]
-
-
-class Packed(NamedTuple):
-    """Statistics that can still be merged: `values` `(H, len(COLUMNS))`, float64 (float32 on mps).
-
-    The first `len(MAXIMA)` columns merge by max, the others by sum.
-    """
-
-    values: Tensor
-    exact: bool
-
-    def cpu(self) -> Packed:
-        """The same on the CPU (waits for the device)."""
-        return Packed(self.values.cpu(), self.exact)
 
 
 @torch.no_grad()
@@ -106,6 +49,7 @@ def qk_stats(
     Raises:
         QKWatchError: shapes that do not fit together.
 
+    >>> from qkwatch.reading import reading_from
     >>> packed = qk_stats(torch.zeros(1, 2, 5, 4), torch.zeros(1, 1, 5, 4), scale=0.5)
     >>> reading_from(packed, "attn").entropy
     tensor([1., 1.])
@@ -151,68 +95,6 @@ def row_budget(batch: int, heads: int, q_len: int, k_len: int, head_dim: int, bu
     """
     rows = budget // max(1, batch * heads * k_len * head_dim)
     return None if rows >= q_len else max(1, rows)
-
-
-def merge(packs: Sequence[Packed]) -> Packed:
-    """One `Packed` for several core calls (or ranks) of a site: max of the maxima, sums of the rest."""
-    if not packs:
-        raise QKWatchError("nothing to merge: pass at least one Packed")
-    shapes = {tuple(pack.values.shape) for pack in packs}
-    if len(shapes) > 1:
-        raise QKWatchError(f"only statistics of the same heads can be merged, got shapes {sorted(shapes)}")
-    values = torch.stack([pack.values for pack in packs])
-    cut = len(MAXIMA)
-    merged = torch.cat([values[..., :cut].amax(0), values[..., cut:].sum(0)], dim=-1)
-    return Packed(merged, all(pack.exact for pack in packs))
-
-
-def gather_heads(packed: Packed, index: Tensor, heads: int) -> Packed:
-    """Fold heads together: old head i goes into new head `index[i]` (`(H,)`, 0..heads-1), merged as by `merge`."""
-    values = packed.values
-    cut = len(MAXIMA)
-    target = index.to(values.device).unsqueeze(-1)
-    maxima = values.new_full((heads, cut), -torch.inf)
-    maxima.scatter_reduce_(0, target.expand(-1, cut), values[:, :cut], "amax")
-    sums = values.new_zeros(heads, len(SUMS)).index_add_(0, target.squeeze(-1), values[:, cut:])
-    return Packed(torch.cat([maxima, sums], dim=-1), packed.exact)
-
-
-def reading_from(packed: Packed, site: str, step: int | None = None) -> Reading:
-    """The `Reading` of packed statistics, whose values should be on the CPU by now."""
-    table = packed.values.detach().cpu().double()
-    column = dict(zip(COLUMNS, table.unbind(-1), strict=True))
-
-    def mean(total: str, count: str) -> Tensor:
-        return (column[total] / column[count]).float()  # 0 / 0 is nan: not measured
-
-    def measured(value: Tensor) -> Tensor:
-        return value.masked_fill(value == -torch.inf, torch.nan).float()
-
-    def entropy(name: str, count: str) -> Tensor:
-        enough = column[f"{count}_16"] > 0
-        return torch.where(enough, mean(f"{name}_16", f"{count}_16"), mean(f"{name}_2", f"{count}_2"))
-
-    sink_mass = mean("sink", "rows")
-    return Reading(
-        site=site,
-        max_logit=measured(column["max_logit"]),
-        margin=measured(column["margin"]),
-        entropy=entropy("entropy", "rows"),
-        entropy_nats=mean("nats", "rows"),
-        saturated=mean("sharp", "rows_2"),
-        grad_signal=mean("grad", "rows"),
-        q_rms=mean("q_rms", "q_tokens"),
-        k_rms=mean("k_rms", "k_tokens"),
-        entropy_corrected=entropy("corrected", "kept").masked_fill(sink_mass > 1 - MIN_HEAD_LEFT, torch.nan),
-        sink_mass=sink_mass,
-        over_100=mean("over", "keys"),
-        nonfinite=column["nonfinite"].float(),
-        rows=int(column["measured"].max()),
-        excluded_rows=int(column["excluded"].max()),
-        exact=packed.exact and not bool(column["sampled"].any()),
-        step=step,
-        bias_max=None if bool((column["bias"] < 0).all()) else measured(column["bias"]),
-    )
 
 
 @torch.no_grad()

@@ -277,21 +277,3 @@ def calibrated_gains(
     if variant.side == "q":
         return {"q.gain": _shaped(variant, q_gain * k_gain.repeat_interleave(heads // groups), head_dim)}
     return {"q.gain": _shaped(variant, q_gain, head_dim), "k.gain": _shaped(variant, k_gain, head_dim)}
-
-
-def gain_ceiling(variant: str | Variant, max_logit: float | None, head_dim: int, scale: float) -> float | None:
-    """The `max_gain` of each side with which no gain can carry a head's |logit| past `max_logit`.
-
-    For a gain in logit units that is `max_logit` itself. For norms that keep the softmax scale, q and k reach
-    length sqrt(D)·gain, so each side may have sqrt(max_logit / (|scale|·D)). Biases are not counted, and a
-    norm over all heads ("full") binds the mean over heads only.
-
-    >>> gain_ceiling("qwen3", 100.0, head_dim=64, scale=0.125)
-    3.5355339059327378
-    """
-    variant = get_variant(variant)
-    if max_logit is None or variant.scale != "keep":
-        return max_logit
-    length = abs(float(scale)) * (1.0 if variant.norm == "l2" else head_dim)
-    bound = max_logit / length if length else math.inf
-    return bound if variant.side == "q" else math.sqrt(bound)

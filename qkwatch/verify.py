@@ -19,8 +19,8 @@ from qkwatch.measure import measure_at
 from qkwatch.norms import HeadNorm, QKNorm, calibrated_gains
 from qkwatch.plan import SitePlan
 from qkwatch.probe import Call, Refusal, replay
+from qkwatch.reading import Reading, merge, reading_from
 from qkwatch.sites import Site
-from qkwatch.stats import Reading, merge, reading_from
 
 GROWTH = 1000.0  # by how much the projections' outputs are made to grow
 _SAMPLE = 8  # rows from which the scale of an unfused softmax is read

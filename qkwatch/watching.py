@@ -18,11 +18,11 @@ from qkwatch.options import check_options
 from qkwatch.panels import Panels
 from qkwatch.progress import Progress
 from qkwatch.ranks import Ranks
+from qkwatch.reading import Reading
 from qkwatch.report import alert_text, reading_table, retrofit_text, summary
 from qkwatch.retrofit import RetrofitReport
 from qkwatch.rules import Alert, Level, Thresholds
 from qkwatch.sites import Site
-from qkwatch.stats import Reading
 from qkwatch.variants import CLIP, Variant, get_variant
 
 HISTORY = 128  # steps of readings kept in `history`

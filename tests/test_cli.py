@@ -13,8 +13,9 @@ from torch import nn
 
 from qkwatch import bench, cli, find_sites, inspection, logs, retrofit_
 from qkwatch.panels import Panels, escape
+from qkwatch.reading import reading_from
 from qkwatch.rules import Alert, Forecast, Level
-from qkwatch.stats import qk_stats, reading_from
+from qkwatch.stats import qk_stats
 
 
 @pytest.fixture(autouse=True)

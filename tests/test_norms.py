@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from qkwatch.errors import QKWatchError
-from qkwatch.norms import PRESETS, HeadNorm, QKNorm, Variant, calibrated_gains, gain_ceiling, get_variant
+from qkwatch.norms import PRESETS, HeadNorm, QKNorm, Variant, calibrated_gains, get_variant
 
 H, G, D = 6, 2, 16
 ALL = sorted(PRESETS)
@@ -543,18 +543,17 @@ def test_calibration_refuses():
 
 
 @pytest.mark.parametrize("name", [n for n in ALL if PRESETS[n].axis == "head" and n not in ("llama4", "chameleon")])
-def test_gain_ceiling_bounds_the_logits(name):
-    """Gains far above the ceiling, vectors chosen to align: |logit| reaches 50 and never passes it."""
-    scale = D**-0.5
-    limit = gain_ceiling(name, 50.0, D, scale)
-    factor = 1 / scale if PRESETS[name].scale != "keep" else 1.0
-    norm = QKNorm(name, H, G, D, max_gain=limit, q_factor=factor)
+def test_max_gain_bounds_the_logits(name):
+    """Gains far above the ceiling, vectors chosen to align: |logit| comes near the bound and never passes it."""
+    scale, limit, variant = D**-0.5, 7.0, PRESETS[name]
+    kept = scale * (1 if variant.norm == "l2" else D) * limit ** (1 if variant.side == "q" else 2)
+    bound = limit if variant.scale != "keep" else kept
+    norm = QKNorm(name, H, G, D, max_gain=limit, q_factor=1.0 if variant.scale == "keep" else 1 / scale)
     randomise(norm, 200.0, 300.0)
     q = torch.randn(2, 9, H, D) * 1e3
     k = q[..., :G, :]
     largest = logits_of(norm, q, torch.cat([k, torch.randn_like(k)], 1), scale).abs().max()
-    assert 25.0 < largest <= 50.0 * (1 + 1e-5)
-    assert gain_ceiling(name, None, D, scale) is None
+    assert 0.5 * bound < largest <= bound * (1 + 1e-5)
 
 
 def test_axis_full_differs_from_per_head():

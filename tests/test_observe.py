@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import qkwatch
-from qkwatch.stats import Reading
+from qkwatch.reading import Reading
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(nested tensors|torch.jit.script|PyTorch API of nested).*")
 

@@ -23,8 +23,8 @@ from qkwatch.panels import (
     custom_layout,
     escape,
 )
+from qkwatch.reading import Reading
 from qkwatch.rules import Alert, Forecast, Level
-from qkwatch.stats import Reading
 
 NAN, INF = math.nan, math.inf
 FIELDS = (

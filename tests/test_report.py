@@ -13,9 +13,9 @@ import torch
 from rich.console import Console
 
 from qkwatch import report
+from qkwatch.reading import Reading
 from qkwatch.report import alert_text, reading_table, retrofit_text, say, summary
 from qkwatch.rules import Alert, Level
-from qkwatch.stats import Reading
 
 NAN = math.nan
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from qkwatch.errors import QKWatchError
+from qkwatch.reading import Reading
 from qkwatch.rules import ALL_SITES, Alert, Level, Rules, Thresholds
-from qkwatch.stats import Reading
 
 NAN = math.nan
 

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from qkwatch import kernels
 from qkwatch.errors import QKWatchError
-from qkwatch.stats import COLUMNS, Packed, Reading, gather_heads, logit_stats, merge, qk_stats, reading_from, row_budget
+from qkwatch.reading import COLUMNS, Packed, Reading, gather_heads, merge, reading_from
+from qkwatch.stats import logit_stats, qk_stats, row_budget
 
 INF = math.inf
 FIGURES = [f.name for f in fields(Reading) if f.type == "Tensor"]
