@@ -26,6 +26,7 @@ class Progress:
         pending: why a retrofit is due; None where none is.
         decided: a retrofit was made, or refused for every site.
         ramp_from: the step at which a ramp began; None where none is under way.
+        ramp_over: how many steps it takes; a run goes on with it whatever the options are then.
         ramp: how far it has come, 0 to 1; None where none is under way.
         clipping: QK-clip is in force.
         loss: the training loss last seen around a retrofit.
@@ -39,6 +40,7 @@ class Progress:
     pending: str | None = None
     decided: bool = False
     ramp_from: int | None = None
+    ramp_over: int = 0
     ramp: float | None = None
     clipping: bool = False
     loss: float | None = None
@@ -65,7 +67,7 @@ class Progress:
     def state_dict(self) -> dict[str, Any]:
         """Primitives only: checkpoints are read with ``weights_only=True``."""
         alerts = [_to_list(alert) for alert in self.alerts]
-        names = ("steps", "counted_at", "measured", "pending", "decided", "ramp_from", "ramp", "clipping")
+        names = ("steps", "counted_at", "measured", "pending", "decided", "ramp_from", "ramp_over", "ramp", "clipping")
         state = {name: getattr(self, name) for name in names}
         return {**state, "alerts": alerts}
 

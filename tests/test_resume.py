@@ -185,6 +185,9 @@ def test_a_ramp_goes_on(tmp_path: Path) -> None:
     module, callback = Scheduled(sharp=True), watch(retrofit="now", ramp_steps=6)
     run = train(module, callback, tmp_path / "b", steps=10, path=tmp_path / "step=3.ckpt")
     assert_same(state_of(run, module, callback), straight)
+    module, callback = Scheduled(sharp=True), watch()  # that it is under way is the run's business, no option's
+    run = train(module, callback, tmp_path / "c", steps=10, path=tmp_path / "step=3.ckpt")
+    assert_same(weights(module), straight["weights"])
 
 
 def test_best_from_before_the_patch_and_last_from_after_it(tmp_path: Path) -> None:
