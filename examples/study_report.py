@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from study_figures import figure_table
 from study_made import CASES, warned
 from study_runs import ACTIONS, DEFAULT, EVERY, HARM, Row, unpack
 
@@ -244,6 +245,7 @@ def sensitivity_table(rows: Sequence[Row], console: Console, action: str) -> dic
 def report(rows: Sequence[Row], console: Console, plots: Path | None) -> None:
     run_table(rows, console)
     rule_tables(rows, console)
+    figure_table(rows, console)
     made_table(console)
     forecast_table(rows, console)
     action_tables(rows, console)
