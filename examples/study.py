@@ -35,8 +35,15 @@ GRID: dict[tuple[str, str], tuple[float, ...]] = {
     ("rope-gpt", "muon"): (5e-2, 3e-1),
     ("encoder-gpt", "muon"): (5e-2, 3e-1),
 }
-FINALISTS = (DEFAULT, "l2, constant 10, ramp 20", "l2, cap 20", "qwen3, cap 20", "qkclip, 100, each step")
-FORCED_AT = 50  # where a healthy run is patched by force
+FINALISTS = (
+    DEFAULT,
+    "l2, constant 10, ramp 20",
+    "l2, cap 20",
+    "qwen3, cap 20",
+    "qwen3, from 1",
+    "qkclip, 100, each step",
+)
+FORCED_AT, FORCED_FROM = 50, 3e-3  # where a healthy run is patched by force; the lowest learning rate of these
 
 
 class Results:
@@ -71,19 +78,18 @@ def run_all(results: Results) -> None:
 
 
 def act_all(results: Results, half: str) -> None:
-    """At the first WARN of each harmful run; by force on one healthy run of each model.
+    """At the first WARN of each harmful run; by force on the healthy runs that are never warned of.
 
     All actions on the first of the tuning seeds, the finalists on all held-out seeds.
     """
-    forced, chosen = set[str](), list[tuple[Row, int]]()
+    chosen = list[tuple[Row, int]]()
     for row in results.runs(half):
         at = first_alert(row, Thresholds())
         if half == "tune" and row["seed"] != SEEDS[half][0]:
             continue
         if row["harm"] is not None and at is not None:
             chosen.append((row, at))
-        elif row["harm"] is None and at is None and row["task"] not in forced and row["lr"] >= 3e-3:
-            forced.add(row["task"])
+        elif row["harm"] is None and at is None and row["lr"] >= FORCED_FROM:
             chosen.append((row, FORCED_AT))
     for action in ACTIONS if half == "tune" else FINALISTS:
         for row, at in chosen:

@@ -165,8 +165,8 @@ def passing(later: Sequence[Sequence[Row]], site: str, head: int, limit: float, 
 
 
 def action_tables(rows: Sequence[Row], console: Console) -> None:
-    names = ("runs", "recovered: mean", "worst", "jump: mean", "worst", "largest logit after", "healthy, forced: worst")
-    names += ("warned, not harmful: mean", "worst")
+    names = ("runs", "recovered: mean", "worst", "jump: mean", "worst", "largest logit after")
+    names += ("healthy, forced: mean", "worst", "warned, not harmful: mean", "worst")
     for half in HALVES:
         table = Table("at the first WARN", *names, title=f"{half} seeds: recovered share of the gap to the twin")
         for action in ACTIONS:
@@ -194,10 +194,9 @@ def action_row(done: Sequence[Row], rows: Sequence[Row], action: str) -> list[st
     if not shares:
         return []
     mean, top = statistics.mean, f"{max(tops):,.0f}"
-    force = f"{max(healthy):+.3f}" if healthy else "-"
-    alarmed = (f"{mean(false):+.3f}", f"{max(false):+.3f}") if false else ("-", "-")
+    others = [f"{how(part):+.3f}" if part else "-" for part in (healthy, false) for how in (mean, max)]
     recovered, jumped = (f"{mean(shares):.2f}", f"{min(shares):.2f}"), (f"{mean(jumps):+.3f}", f"{max(jumps):+.3f}")
-    return [str(len(shares)), *recovered, *jumped, top, force, *alarmed]
+    return [str(len(shares)), *recovered, *jumped, top, *others]
 
 
 def identity(row: Row) -> tuple[Any, ...]:
