@@ -64,7 +64,7 @@ class Recipe(NamedTuple):
     variant: Variant
     cap: float = 20.0
     max_gain: float | None = 100.0
-    calibrate: bool = True
+    calibrate: bool | None = True
 
 
 def patch_(

@@ -86,7 +86,7 @@ def retrofit_(
     variant: str | Variant = "l2",
     cap: float = 20.0,
     max_gain: float | None = 100.0,
-    calibrate: bool = True,
+    calibrate: bool | None = True,
     *,
     plan: RetrofitPlan | Mapping[str, Any] | None = None,
 ) -> RetrofitReport:
@@ -110,7 +110,8 @@ def retrofit_(
         cap: the largest logit a calibrated gain may start at.
         max_gain: the ceiling a learned gain can never pass; None for none.
         calibrate: start the gains from the measured RMS of q and k, so that the function is kept as far as the
-            cap allows; False starts them as the variant's system does.
+            cap allows; False starts them as the variant's system does; None likewise, but for sites where that start
+            could pass the cap or where queries meet more than keys (relative positions): these are measured.
         plan: apply this plan instead, without running anything. On a model sharded by `fully_shard` the gains are
             sharded too (call it on every rank).
 
@@ -136,7 +137,7 @@ def retrofit_each_(
     variant: Variant,
     cap: float,
     max_gain: float | None,
-    calibrate: bool = True,
+    calibrate: bool | None = True,
     around: Callable[[str], AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> RetrofitReport:
     """`retrofit_` from sites, each patched and verified inside ``around(its name)``."""
@@ -159,7 +160,7 @@ def retrofit_each_(
     return report
 
 
-def _patch(model: nn.Module, site: Site, draft: SitePlan, cap: float, calibrate: bool) -> Verified:
+def _patch(model: nn.Module, site: Site, draft: SitePlan, cap: float, calibrate: bool | None) -> Verified:
     """One site, patched and verified; as it was where that fails."""
     if is_spread(site.module):
         raise Refusal("its weights are sharded: patch before fully_shard, or apply a plan; QKWatch does it in mid-run")

@@ -114,16 +114,20 @@ class Variant:
         """
         return math.log2(seq_len * seq_len - seq_len) if self.start is None else self.start
 
-    @property
-    def start_logit(self) -> float | None:
-        """Largest logit with which a gain in logit units starts uncalibrated; None for other gains, and for Henry's.
+    def start_bound(self, head_dim: int, scale: float) -> float:
+        """Largest |logit| that uncalibrated gains allow, of a head of `head_dim` channels and a softmax scale.
 
-        >>> get_variant("l2").start_logit, get_variant("qwen3").start_logit
-        (10.0, None)
+        A norm over all heads bounds the mean over heads only.
+
+        >>> get_variant("l2").start_bound(64, 0.125), get_variant("qwen3").start_bound(64, 0.125)
+        (10.0, 8.0)
         """
-        if self.scale == "keep" or self.start is None:
-            return None
-        return math.exp(self.start) if self.scale == "exp" else self.start
+        start = self.start_value()
+        if self.scale != "keep":
+            return math.exp(start) if self.scale == "exp" else start
+        gain = 1.0 if self.gain == "none" else abs(start + self.offset)
+        square = 1 if self.norm == "l2" else head_dim  # of a normed vector's length
+        return abs(scale) * square * (gain if self.side == "q" else gain * gain)
 
     def stored(self, effective: Tensor) -> Tensor:
         """What the gain parameter must hold for this effective gain."""

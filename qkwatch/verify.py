@@ -46,8 +46,10 @@ class _Run:
     reading: Reading | None
 
 
-def calibrate_and_verify(site: Site, draft: SitePlan, *, cap: float, calibrate: bool) -> Verified:
+def calibrate_and_verify(site: Site, draft: SitePlan, *, cap: float, calibrate: bool | None) -> Verified:
     """Find the constants and gains of an installed draft, set them, and check what the patched site does.
+
+    `calibrate` None: only where the variant's own start could pass the cap, or where queries meet more than keys.
 
     Raises:
         Refusal: where the promise does not hold; the caller takes the patch out again.
@@ -70,6 +72,8 @@ def calibrate_and_verify(site: Site, draft: SitePlan, *, cap: float, calibrate: 
         if further and not loose.factors:
             loose = replace(loose, factors=(FURTHER,))
     plan, factor, k_factor = draft, scale * q_ratio * k_ratio, 1.0
+    if calibrate is None:
+        calibrate = bool(loose) or draft.variant.start_bound(draft.head_dim, factor) > cap
     if calibrate:
         q_rms, k_rms = alone.reading.q_rms / q_ratio, alone.reading.k_rms / k_ratio
         largest = before.reading.max_logit

@@ -79,9 +79,8 @@ class Watching(Guard):
     def _fresh(self) -> Intervention:
         recipe = None
         if not isinstance(self.variant, str):
-            calibrate, start = self.calibrate, self.variant.start_logit
-            if calibrate is None:  # where logits run away, the variant's own start gained more than that as measured
-                calibrate = self.retrofit != "auto" or start is None or start > self.cap
+            # where logits run away, the variant's own start gained more than that as measured
+            calibrate = True if self.calibrate is None and self.retrofit != "auto" else self.calibrate
             recipe = Recipe(self.variant, self.cap, self.max_gain, calibrate)
         return Intervention(recipe, self.cap, self.ramp_steps, self.budget, self.budget_steps)
 

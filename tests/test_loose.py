@@ -156,6 +156,13 @@ def test_calibrated_it_keeps_the_function(kind: str) -> None:
     assert max(_patched(kind)[3][0].drift.values()) < 0.25
 
 
+def test_undecided_it_calibrates(kind: str) -> None:
+    """The system's own start knows nothing of what else the queries meet."""
+    model, inputs, kwargs = KINDS[kind][0]()
+    report = qkwatch.retrofit_(model, qkwatch.find_sites(model, *inputs, **kwargs), calibrate=None)
+    assert all(site.gains for site in report.plan.sites)
+
+
 def test_there_and_back(kind: str) -> None:
     model, inputs, kwargs = KINDS[kind][0]()
     before, keys = _run(model, inputs, kwargs), list(model.state_dict())

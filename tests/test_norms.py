@@ -556,6 +556,17 @@ def test_max_gain_bounds_the_logits(name):
     assert 0.5 * bound < largest <= bound * (1 + 1e-5)
 
 
+@pytest.mark.parametrize("name", [n for n in ALL if PRESETS[n].axis == "head"])
+@pytest.mark.parametrize("scale", [D**-0.5, 1.0])
+def test_an_uncalibrated_start_is_bounded(name, scale):
+    """Vectors chosen to align: |logit| comes near what `start_bound` says and never passes it."""
+    bound = PRESETS[name].start_bound(D, scale)
+    norm = QKNorm(name, H, G, D, q_factor=1.0 if PRESETS[name].scale == "keep" else 1 / scale)
+    q = torch.randn(2, 9, H, D) * 1e3
+    largest = logits_of(norm, q, q[..., :G, :], scale).abs().max()
+    assert 0.9 * bound < largest <= bound * (1 + 1e-5)
+
+
 def test_axis_full_differs_from_per_head():
     x = torch.randn(3, H, D) * torch.linspace(0.1, 3, H)[:, None]
     full = HeadNorm("olmo2", H, D)(x).pow(2).mean(-1)
