@@ -74,6 +74,24 @@ def test_readings_of_a_compiled_model(how: str, kind: str) -> None:
             torch.testing.assert_close(a.max_logit, b.max_logit, rtol=1e-3, atol=1e-5)
 
 
+def test_a_ramp_is_compiled_once() -> None:
+    """How far it has come is a tensor: its steps are no reason to compile again, only its end is."""
+
+    class Frames(QKWatch):
+        def on_train_batch_end(self, *args: Any) -> None:
+            super().on_train_batch_end(*args)
+            frames.append(counter.frame_count)
+
+    frames: list[int] = []
+    _, model, counter = compiled("net.compile()")
+    callback = Frames(every_n_steps=100, console=False, on_error="raise", retrofit="now", ramp_steps=12)
+    trainer(callback, max_steps=20).fit(model, data(64))
+    assert callback.retrofits[0].step == 0
+    ramp, after = frames[2:12], frames[14:]
+    assert len(set(ramp)) == len(set(after)) == 1
+    assert ramp[0] < after[0]
+
+
 @pytest.mark.parametrize("how", WAYS)
 def test_steps_between_readings_run_compiled(how: str) -> None:
     """Compiled code runs on every step that is not measured: counted by a backend that counts its calls."""
