@@ -11,10 +11,8 @@ import importlib
 import json
 import math
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -25,50 +23,13 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
+from qkwatch.bench_training import run_training
 from qkwatch.demo_model import GPT
 from qkwatch.errors import QKWatchError
 from qkwatch.retrofit import retrofit_
 from qkwatch.scout import find_sites
 from qkwatch.stats import MANY_KEYS, MIN_ROW_LEFT, SHARP, SINK_MASS, qk_stats
-
-Times = dict[str, list[float]]  # contender -> seconds, one a round
-Ratios = dict[str, float]
-Result = dict[str, Any]  # "ratios", "targets", "what", or "skipped"
-
-
-def timed(contenders: Mapping[str, Callable[[], object]], rounds: int) -> Times:
-    """Every contender once a round, the first to go rotating; one round before it counts."""
-    times: Times = {name: [] for name in contenders}
-    names = list(contenders)
-    for turn in range(-1, rounds):
-        start = turn % len(names)
-        for name in names[start:] + names[:start]:
-            _settle()
-            begin = time.perf_counter()
-            contenders[name]()
-            _settle()
-            if turn >= 0:
-                times[name].append(time.perf_counter() - begin)
-    return times
-
-
-def _settle() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def ratio(times: Times, above: str, below: str) -> float:
-    """Median over rounds.
-
-    >>> ratio({"a": [2.0, 9.0, 4.0], "b": [1.0, 3.0, 1.0]}, "a", "b")
-    3.0
-    """
-    return median(a / b for a, b in zip(times[above], times[below], strict=True))
-
-
-def device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
+from qkwatch.timing import Ratios, Result, device, ratio, timed
 
 # -- (a) a reading ------------------------------------------------------------------------------------------
 
@@ -235,16 +196,9 @@ def bench_find(rounds: int = 7, layers: int = 12, width: int = 384, length: int 
     }
 
 
-def bench_training(rounds: int = 5) -> Result:
-    """Training steps with and without the callback. See `bench_training`."""
-    from qkwatch.bench_training import run_training
-
-    return run_training(rounds)
-
-
 BENCHES: dict[str, Callable[..., Result]] = {
     "reading": bench_reading,
-    "training": bench_training,
+    "training": run_training,
     "find": bench_find,
     "patched": bench_patched,  # last: it changes how this process keeps memory
 }

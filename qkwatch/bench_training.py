@@ -17,10 +17,10 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from qkwatch.bench import Result, Times, ratio
 from qkwatch.callback import QKWatch
 from qkwatch.demo import quiet
 from qkwatch.demo_model import Attention, Lesson, Setup, rotate
+from qkwatch.timing import Result, Times, ratio
 
 # what a step does, in the order of their turns; a reading is due at every len(TURNS)-th step
 TURNS = ("measured", "bare", "unmeasured", "hook", "eager")
@@ -143,7 +143,7 @@ def step_times(length: int, batch: int, rounds: int, layers: int = 6, width: int
     return times
 
 
-def run_training(rounds: int) -> Result:
+def run_training(rounds: int = 5) -> Result:
     """Ratios of step times at both shapes."""
     ratios, targets = dict[str, float](), dict[str, str]()
     for length, batch in SHAPES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from qkwatch import bench, cli, find_sites, inspection, logs, retrofit_
+from qkwatch import bench, cli, find_sites, inspection, logs, retrofit_, timing
 from qkwatch.panels import Panels, escape
 from qkwatch.reading import reading_from
 from qkwatch.rules import Alert, Forecast, Level
@@ -58,6 +59,8 @@ def test_python_m_qkwatch_is_the_same_program():
 
 def test_the_names_of_the_benches_are_those_that_exist():
     assert set(cli.BENCHES) == set(bench.BENCHES)
+    for run in bench.BENCHES.values():
+        assert inspect.signature(run).parameters["rounds"].default > 0  # runs without being told how often
 
 
 def test_ctrl_c_is_no_traceback(capsys, monkeypatch):
@@ -306,7 +309,7 @@ def test_the_plain_figures_are_those_of_a_reading():
 
 def test_contenders_take_turns_and_the_first_round_does_not_count():
     calls: list[str] = []
-    times = bench.timed({name: lambda name=name: calls.append(name) for name in "abc"}, rounds=3)
+    times = timing.timed({name: lambda name=name: calls.append(name) for name in "abc"}, rounds=3)
     assert {name: len(seconds) for name, seconds in times.items()} == {"a": 3, "b": 3, "c": 3}
     assert [sorted(calls[i : i + 3]) for i in range(0, 12, 3)] == [list("abc")] * 4
     assert len({calls[i] for i in range(3, 12, 3)}) == 3
