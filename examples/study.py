@@ -3,6 +3,7 @@
     python examples/study.py runs    [--out study.jsonl]   labelled runs, each with its same-seed QK-norm twin
     python examples/study.py actions [--half tune]         what to do at the first WARN
     python examples/study.py auto                          the product's own action on runs that are warned of
+    python examples/study.py late                          what to do half way through a run, harmed or healthy
     python examples/study.py report  [--plots DIR]         all tables, and plots
 
 Results are JSON lines, one per run; what is in the file already is not run again. Real data only: Python's own source
@@ -19,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import study_runs
 import torch
 from rich.console import Console
 from study_report import first_alert, report
@@ -42,6 +44,13 @@ FINALISTS = (
     "qwen3, cap 20",
     "qwen3, from 1",
     "qkclip, 100, each step",
+)
+LATE = (
+    DEFAULT,
+    "l2, constant 10, ramp 20",
+    "l2, constant 10, ramp 100",
+    "l2, cap 20",
+    "l2, cap 20, ramp 100",
 )
 FORCED_AT, FORCED_FROM = 50, 3e-3  # where a healthy run is patched by force; the lowest learning rate of these
 
@@ -104,6 +113,14 @@ def act_auto(results: Results) -> None:
             results.once(action_key(row, DEFAULT, at), act)
 
 
+def act_late(results: Results) -> None:
+    """Half way, on the first tuning seed: harmful runs, most of them long after harm, and those never warned of."""
+    rows = [row for row in results.runs("tune") if row["seed"] == SEEDS["tune"][0]]
+    healthy = [r for r in rows if r["harm"] is None and r["lr"] >= FORCED_FROM and first_alert(r, Thresholds()) is None]
+    for action, row in itertools.product(LATE, [*(r for r in rows if r["harm"] is not None), *healthy]):
+        results.once({**action_key(row, action, study_runs.STEPS // 2), "kind": "late"}, act)
+
+
 def action_key(row: Row, action: str, at: int) -> Key:
     same: dict[str, Any] = {k: row[k] for k in ("task", "optimizer", "lr", "half", "seed", "harm")}
     return {"kind": "action", **same, "action": action, "at": at}
@@ -111,7 +128,7 @@ def action_key(row: Row, action: str, at: int) -> Key:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["runs", "actions", "auto", "report"])
+    parser.add_argument("what", choices=["runs", "actions", "auto", "late", "report"])
     parser.add_argument("--out", type=Path, default=Path("study.jsonl"))
     parser.add_argument("--half", choices=list(SEEDS), default="tune")
     parser.add_argument("--threads", type=int, default=1)
@@ -126,6 +143,8 @@ def main() -> None:
         act_all(results, options.half)
     elif options.what == "auto":
         act_auto(results)
+    elif options.what == "late":
+        act_late(results)
     else:
         report(results.rows, console, options.plots)
 

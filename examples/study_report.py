@@ -167,14 +167,16 @@ def passing(later: Sequence[Sequence[Row]], site: str, head: int, limit: float, 
 def action_tables(rows: Sequence[Row], console: Console) -> None:
     names = ("runs", "recovered: mean", "worst", "jump: mean", "worst", "largest logit after")
     names += ("healthy, forced: mean", "worst", "warned, not harmful: mean", "worst")
-    for half in HALVES:
-        table = Table("at the first WARN", *names, title=f"{half} seeds: recovered share of the gap to the twin")
-        for action in ACTIONS:
-            figures = action_row([r for r in rows if r["kind"] == "action" and r["half"] == half], rows, action)
-            if figures:
-                table.add_row(action, *figures)
-        if table.row_count:
-            console.print(table)
+    for kind, when in (("action", "at the first WARN"), ("late", "half way")):
+        for half in HALVES:
+            table = Table(when, *names, title=f"{half} seeds: recovered share of the gap to the twin")
+            done = [r for r in rows if r["kind"] == kind and r["half"] == half]
+            for action in ACTIONS:
+                figures = action_row(done, rows, action)
+                if figures:
+                    table.add_row(action, *figures)
+            if table.row_count:
+                console.print(table)
 
 
 def action_row(done: Sequence[Row], rows: Sequence[Row], action: str) -> list[str]:

@@ -166,6 +166,7 @@ ACTIONS: dict[str, Row] = {
     "l2, constant 10, ramp 100": {"variant": "l2", "calibrate": False, "ramp": 100},
     "l2, constant 10, ramp 20, gains at 10 LR": {"variant": "l2", "calibrate": False, "ramp": 20, "gain_lr": 10.0},
     "l2, cap 20, ramp 20, gains at 10 LR": {"variant": "l2", "cap": 20.0, "ramp": 20, "gain_lr": 10.0},
+    "l2, cap 20, ramp 100": {"variant": "l2", "cap": 20.0, "ramp": 100},
     "l2, 10 to 20": {"variant": "l2", "cap": 20.0, "floor": 10.0},
     "l2, 10 to 20, gains at 10 LR": {"variant": "l2", "cap": 20.0, "floor": 10.0, "gain_lr": 10.0},
     "l2, cap 10": {"variant": "l2", "cap": 10.0},
