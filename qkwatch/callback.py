@@ -37,10 +37,10 @@ class QKWatch(Watching, *trainers.callback_bases()):  # type: ignore[misc]
         cap: the largest logit a calibrated gain may start at, or a head may have under "qkclip".
         max_gain: the ceiling a learned gain can never pass; None for none.
         ramp_steps: above 0: pass from the old function, exactly, to the normed one over so many steps.
-        calibrate: True: start the gains from the measured sizes of q and k, so that the function is kept as far as the
-            cap allows; False: as the variant's own system starts them ("l2" at 10). None: True for "now"; for "auto"
-            False, which recovered more of the loss in `examples/study.py`, but for layers whose logits that start would
-            let pass the cap, or whose queries meet more than keys (relative positions).
+        calibrate: how the gains start, as in `retrofit_`: True from the measured sizes of q and k; "raised" likewise,
+            but at least as the variant's own system starts them ("l2" at 10); False as that starts them; "needed"
+            likewise, but measured where that could pass the cap. None: what did best in `examples/study.py`, "needed"
+            for "auto" and "raised" for "now".
         budget: how far the training loss may lie above its forecast from before a retrofit, on the mean over the next
             `budget_steps` batches; beyond that it is taken back: weights and optimizer state as at the retrofit (a copy
             is kept in host memory until then), schedulers going on. None: no copy, and no way back. Models sharded by

@@ -12,7 +12,7 @@ from torch import nn
 from qkwatch.adopt import adopt_, unchanged_on_error
 from qkwatch.clip import QKClip
 from qkwatch.modules import named_modules
-from qkwatch.norms import QKNorm, Variant
+from qkwatch.norms import Calibrate, QKNorm, Variant
 from qkwatch.optim import remove_parameters
 from qkwatch.plan import RetrofitPlan
 from qkwatch.ranks import Broken, Ranks
@@ -64,7 +64,7 @@ class Recipe(NamedTuple):
     variant: Variant
     cap: float = 20.0
     max_gain: float | None = 100.0
-    calibrate: bool | None = True
+    calibrate: Calibrate = True
 
 
 def patch_(

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from qkwatch.bounded import GRADIENT_FLOOR, Ceiling, Unit, squares
 from qkwatch.errors import QKWatchError
-from qkwatch.variants import PRESETS, Variant, calibrated_gains, get_variant
+from qkwatch.variants import CALIBRATE, PRESETS, Calibrate, Variant, calibrated_gains, get_variant
 
-__all__ = ["PRESETS", "HeadNorm", "QKNorm", "Variant", "calibrated_gains", "get_variant"]
+__all__ = ["CALIBRATE", "PRESETS", "Calibrate", "HeadNorm", "QKNorm", "Variant", "calibrated_gains", "get_variant"]
 
 
 class HeadNorm(nn.Module):

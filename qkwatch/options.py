@@ -7,7 +7,7 @@ from typing import Any
 
 from qkwatch.errors import QKWatchError, unknown
 from qkwatch.rules import Thresholds
-from qkwatch.variants import CLIP
+from qkwatch.variants import CALIBRATE, CLIP
 
 
 def check_options(watch: Any) -> None:
@@ -30,8 +30,8 @@ def check_options(watch: Any) -> None:
         raise QKWatchError(f"QKWatch max_gain must be a positive number or None, got {watch.max_gain!r}")
     if watch.budget is not None and not _positive(watch.budget):
         raise QKWatchError(f"QKWatch budget must be a positive number or None, got {watch.budget!r}")
-    if watch.calibrate is not None and not isinstance(watch.calibrate, bool):
-        raise QKWatchError(f"QKWatch calibrate must be True, False or None, got {watch.calibrate!r}")
+    if watch.calibrate is not None and watch.calibrate not in CALIBRATE:
+        raise unknown("QKWatch calibrate", watch.calibrate, (*CALIBRATE, None))
     if not isinstance(watch.thresholds, Thresholds):
         raise QKWatchError(f"QKWatch thresholds must be a Thresholds, got {type(watch.thresholds).__name__}")
     patterns = [watch.layers] if isinstance(watch.layers, str) or watch.layers is None else list(watch.layers)

@@ -13,9 +13,9 @@ from typing import Any
 from torch import nn
 
 from qkwatch.clip import QKClip
-from qkwatch.errors import QKWatchError
+from qkwatch.errors import QKWatchError, unknown
 from qkwatch.modules import clean_name, named_modules
-from qkwatch.norms import QKNorm, Variant, get_variant
+from qkwatch.norms import Calibrate, QKNorm, Variant, get_variant
 from qkwatch.plan import CorePlan, RetrofitPlan, SitePlan, TapPlan, kind_of
 from qkwatch.probe import Refusal
 from qkwatch.refusals import check_plan, check_site, shared_taps
@@ -32,7 +32,7 @@ from qkwatch.surgery import (
     undone_on_error,
     uninstall,
 )
-from qkwatch.variants import CLIP
+from qkwatch.variants import CALIBRATE, CLIP
 from qkwatch.verify import Verified, calibrate_and_verify, output_of, relative_change
 
 __all__ = [
@@ -86,7 +86,7 @@ def retrofit_(
     variant: str | Variant = "l2",
     cap: float = 20.0,
     max_gain: float | None = 100.0,
-    calibrate: bool | None = True,
+    calibrate: Calibrate = True,
     *,
     plan: RetrofitPlan | Mapping[str, Any] | None = None,
 ) -> RetrofitReport:
@@ -110,8 +110,9 @@ def retrofit_(
         cap: the largest logit a calibrated gain may start at.
         max_gain: the ceiling a learned gain can never pass; None for none.
         calibrate: start the gains from the measured RMS of q and k, so that the function is kept as far as the
-            cap allows; False starts them as the variant's system does; None likewise, but for sites where that start
-            could pass the cap or where queries meet more than keys (relative positions): these are measured.
+            cap allows; "raised": likewise, but at least as the variant's system starts them; False: as it starts them;
+            "needed": likewise, but for sites where that could pass the cap or where queries meet more than keys
+            (relative positions): these are measured.
         plan: apply this plan instead, without running anything. On a model sharded by `fully_shard` the gains are
             sharded too (call it on every rank).
 
@@ -126,6 +127,8 @@ def retrofit_(
         raise QKWatchError(f"cap must be positive and finite, got {cap!r}")
     if max_gain is not None and not max_gain > 0:
         raise QKWatchError(f"max_gain must be positive or None, got {max_gain!r}")
+    if calibrate not in CALIBRATE:
+        raise unknown("calibrate", calibrate, CALIBRATE)
     if variant == CLIP:
         return _clip(model, sites, cap)
     return retrofit_each_(model, sites, get_variant(variant), cap, max_gain, calibrate)
@@ -137,7 +140,7 @@ def retrofit_each_(
     variant: Variant,
     cap: float,
     max_gain: float | None,
-    calibrate: bool | None = True,
+    calibrate: Calibrate = True,
     around: Callable[[str], AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> RetrofitReport:
     """`retrofit_` from sites, each patched and verified inside ``around(its name)``."""
@@ -160,7 +163,7 @@ def retrofit_each_(
     return report
 
 
-def _patch(model: nn.Module, site: Site, draft: SitePlan, cap: float, calibrate: bool | None) -> Verified:
+def _patch(model: nn.Module, site: Site, draft: SitePlan, cap: float, calibrate: Calibrate) -> Verified:
     """One site, patched and verified; as it was where that fails."""
     if is_spread(site.module):
         raise Refusal("its weights are sharded: patch before fully_shard, or apply a plan; QKWatch does it in mid-run")

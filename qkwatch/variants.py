@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,6 +27,10 @@ CHOICES: dict[str, tuple[object, ...]] = {
 }
 CLIP = "qkclip"
 """Named where a variant is, but no norm: it shrinks weights (`qkwatch.clip`)."""
+Calibrate = bool | Literal["raised", "needed"]
+"""How gains start: as measured; likewise, but at least as the variant's system starts them ("raised"); as that starts
+them (False); likewise, but measured where that could pass the cap ("needed")."""
+CALIBRATE: tuple[Calibrate, ...] = (True, "raised", False, "needed")
 GAIN_FLOOR = 1e-3
 """The smallest calibrated gain: a dead head starts small, and can still learn."""
 
@@ -228,6 +232,7 @@ def calibrated_gains(
     cap: float = 20.0,
     *,
     k_heads: int | None = None,
+    floor: float = 0.0,
 ) -> dict[str, Tensor]:
     """Stored gains with which the normed layer starts as the trained one, each head's logits at most `cap`.
 
@@ -235,7 +240,7 @@ def calibrated_gains(
     channels, mean over tokens; largest |logit|); `k_heads` is G where k_rms is given per query head
     (consecutive heads share a key). A head's typical size is g0 = |scale|·D·q_rms·k_rms; normed, no logit can be
     larger, so it keeps f = min(1, cap/g0) of it. Under a norm over all heads one head's vectors may be longer than
-    typical: there f is at most cap/max_logit too.
+    typical: there f is at most cap/max_logit too. Heads below the `floor` (a logit, up to the cap) are raised to it.
 
     - a gain in logit units is g0·f on q;
     - else q gets q_rms·sqrt(f) and k gets k_rms·sqrt(f), the smallest f of the query heads that share the
@@ -264,20 +269,24 @@ def calibrated_gains(
         raise QKWatchError(f"{heads} query heads cannot share {groups} key heads")
     width = abs(float(scale)) * head_dim
     known = (q_rms * per_query).isfinite()
-    typical = torch.where(known, width * q_rms * per_query, cap)
+    typical = torch.where(known, width * q_rms * per_query, cap).clamp_min(1e-9)
     longer = known & max_logit.isfinite() & (variant.axis == "full")
-    keep = (cap / torch.maximum(torch.where(longer, max_logit, 0), typical)).clamp(max=1)
+    raised = (floor / typical).clamp(min=1)
+    keep = torch.minimum(cap / torch.maximum(torch.where(longer, max_logit, 0), typical), raised)
     if variant.scale != "keep":
         return {"q.gain": _shaped(variant, typical * keep, head_dim)}
     even = math.sqrt(cap / width) if width else 1.0
     q_rms, k_rms = torch.where(q_rms.isfinite(), q_rms, even), torch.where(k_rms.isfinite(), k_rms, even)
-    if variant.axis == "full":
-        q_rms, k_rms = (rms.pow(2).mean().sqrt().expand_as(rms) for rms in (q_rms, k_rms))
-    q_gain, k_gain = q_rms * keep.sqrt(), k_rms * _grouped(keep, groups, "min").sqrt()
-    if variant.norm == "l2":  # a unit vector is shorter than one of unit mean square
-        full = variant.axis == "full"
-        q_gain = q_gain * math.sqrt(head_dim * (heads if full else 1))
-        k_gain = k_gain * math.sqrt(head_dim * (groups if full else 1))
+    q_gain = _lengthened(variant, q_rms, head_dim) * keep.sqrt()
+    k_gain = _lengthened(variant, k_rms, head_dim) * _grouped(keep, groups, "min").sqrt()
     if variant.side == "q":
         return {"q.gain": _shaped(variant, q_gain * k_gain.repeat_interleave(heads // groups), head_dim)}
     return {"q.gain": _shaped(variant, q_gain, head_dim), "k.gain": _shaped(variant, k_gain, head_dim)}
+
+
+def _lengthened(variant: Variant, rms: Tensor, head_dim: int) -> Tensor:
+    """(heads,) RMS -> the gain with which normed vectors are as long: a unit vector is shorter than one of unit RMS."""
+    full = variant.axis == "full"
+    if full:
+        rms = rms.pow(2).mean().sqrt().expand_as(rms)
+    return rms * math.sqrt(head_dim * (rms.numel() if full else 1)) if variant.norm == "l2" else rms

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from qkwatch.core import Core
 from qkwatch.linearity import FURTHER, check_unmoved, logit_scale, without
 from qkwatch.measure import measure_at
-from qkwatch.norms import HeadNorm, QKNorm, calibrated_gains
+from qkwatch.norms import Calibrate, HeadNorm, QKNorm, calibrated_gains
 from qkwatch.plan import SitePlan
 from qkwatch.probe import Call, Refusal, replay
 from qkwatch.reading import Reading, merge, reading_from
@@ -46,10 +46,8 @@ class _Run:
     reading: Reading | None
 
 
-def calibrate_and_verify(site: Site, draft: SitePlan, *, cap: float, calibrate: bool | None) -> Verified:
+def calibrate_and_verify(site: Site, draft: SitePlan, *, cap: float, calibrate: Calibrate) -> Verified:
     """Find the constants and gains of an installed draft, set them, and check what the patched site does.
-
-    `calibrate` None: only where the variant's own start could pass the cap, or where queries meet more than keys.
 
     Raises:
         Refusal: where the promise does not hold; the caller takes the patch out again.
@@ -72,13 +70,22 @@ def calibrate_and_verify(site: Site, draft: SitePlan, *, cap: float, calibrate: 
         if further and not loose.factors:
             loose = replace(loose, factors=(FURTHER,))
     plan, factor, k_factor = draft, scale * q_ratio * k_ratio, 1.0
-    if calibrate is None:
-        calibrate = bool(loose) or draft.variant.start_bound(draft.head_dim, factor) > cap
+    start = draft.variant.start_bound(draft.head_dim, factor)
+    if calibrate == "needed":
+        calibrate = bool(loose) or start > cap
     if calibrate:
         q_rms, k_rms = alone.reading.q_rms / q_ratio, alone.reading.k_rms / k_ratio
         largest = before.reading.max_logit
         gains = calibrated_gains(
-            draft.variant, q_rms, k_rms, largest, draft.head_dim, factor, cap, k_heads=draft.k_heads
+            draft.variant,
+            q_rms,
+            k_rms,
+            largest,
+            draft.head_dim,
+            factor,
+            cap,
+            k_heads=draft.k_heads,
+            floor=start if calibrate == "raised" else 0.0,
         )
         norm.set_gains(gains)
         plan = replace(plan, gains={key: value.tolist() for key, value in gains.items()})

@@ -23,7 +23,7 @@ from qkwatch.report import alert_text, reading_table, retrofit_text, summary
 from qkwatch.retrofit import RetrofitReport
 from qkwatch.rules import Alert, Level, Thresholds
 from qkwatch.sites import Site
-from qkwatch.variants import CLIP, Variant, get_variant
+from qkwatch.variants import CLIP, Calibrate, Variant, get_variant
 
 HISTORY = 128  # steps of readings kept in `history`
 
@@ -44,7 +44,7 @@ class Watching(Guard):
         cap: float = 20.0,
         max_gain: float | None = 100.0,
         ramp_steps: int = 0,
-        calibrate: bool | None = None,
+        calibrate: Calibrate | None = None,
         budget: float | None = None,
         budget_steps: int = 20,
         thresholds: Thresholds | None = None,
@@ -80,7 +80,8 @@ class Watching(Guard):
         recipe = None
         if not isinstance(self.variant, str):
             # where logits run away, the variant's own start gained more than that as measured
-            calibrate = True if self.calibrate is None and self.retrofit != "auto" else self.calibrate
+            usual: Calibrate = "needed" if self.retrofit == "auto" else "raised"
+            calibrate = usual if self.calibrate is None else self.calibrate
             recipe = Recipe(self.variant, self.cap, self.max_gain, calibrate)
         return Intervention(recipe, self.cap, self.ramp_steps, self.budget, self.budget_steps)
 

@@ -248,6 +248,7 @@ def test_now_patches_at_the_first_batch_and_the_gains_train(kind: str) -> None:
     [
         ({"calibrate": True}, True),
         ({"calibrate": False}, False),
+        ({"calibrate": "needed"}, False),
         ({}, True),
         ({"retrofit": "auto"}, False),
         ({"retrofit": "auto", "calibrate": True}, True),
@@ -265,6 +266,15 @@ def test_gains_start_as_measured_or_as_the_variant_has_them(options: dict[str, A
     assert [bool(site.gains) for site in plan] == [measured] * len(SITES)
     if options.get("cap") == 5.0:
         assert max(max(site.gains["q.gain"]) for site in plan) <= 5.0
+
+
+def test_now_raises_the_gains_of_a_model_that_has_learned_nothing() -> None:
+    """As measured they would be of about 1, and grow by the learning rate a step."""
+    for options, least, most in (({}, 10.0, 10.0), ({"calibrate": True}, 0.0, 5.0), ({"cap": 4.0}, 4.0, 4.0)):
+        callback = watch(**{"retrofit": "now", **options})
+        fit(callback, module=Tiny(), steps=2)
+        gains = torch.tensor([site.gains["q.gain"] for site in callback.retrofits[0].report.plan.sites])
+        assert least <= gains.min() <= gains.max() <= most
 
 
 def test_old_parameters_keep_identity_state_and_learning_rate() -> None:

@@ -445,6 +445,28 @@ def calibrated(name: str, q: Tensor, k: Tensor, scale: float, cap: float) -> tup
 
 
 @pytest.mark.parametrize("name", [n for n in ALL if n != "llama4"])
+@pytest.mark.parametrize("cap", [4.0, 20.0])
+def test_raised_gains_lie_between_the_start_and_the_cap(name, cap):
+    """Heads that are all small, or all large; what they may reach is the variant's own start, or the cap."""
+    scale, variant, one = D**-0.5, PRESETS[name], torch.ones(H)
+    start = variant.start_bound(D, scale)
+    for size, expected in ((0.05, min(start, cap)), (50.0, cap)):
+        gains = calibrated_gains(name, size * one, one, size * one, D, scale, cap, floor=start)
+        norm = QKNorm(name, H, H, D, max_gain=None, q_factor=1.0 if variant.scale == "keep" else 1 / scale)
+        norm.set_gains(gains)
+        q = torch.randn(1, 3, 1, D).expand(1, 3, H, D) * 1e3  # all heads alike: so are norms over all of them
+        largest = logits_of(norm, q, q, scale).abs().max()
+        torch.testing.assert_close(
+            largest, torch.tensor(expected), rtol=1e-2 if variant.norm == "layer" else 1e-4, atol=0
+        )
+    middle = 0.5 * (start + cap) / (scale * D) if start < cap else None
+    if middle is not None:  # between the two nothing is raised, and nothing cut
+        figures = name, middle * one, one, one, D, scale, cap
+        plain, raised = calibrated_gains(*figures), calibrated_gains(*figures, floor=start)
+        assert all(torch.equal(plain[key], raised[key]) for key in plain)
+
+
+@pytest.mark.parametrize("name", [n for n in ALL if n != "llama4"])
 @pytest.mark.parametrize("heads", [(H, H), (H, G), (H, 1)])
 def test_calibration_caps_saturated_heads(name, heads):
     """Keys and queries large and aligned: every head starts at or under the cap, and not far under it."""
