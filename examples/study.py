@@ -49,6 +49,7 @@ LATE = (
     DEFAULT,
     "l2, constant 10, ramp 20",
     "l2, constant 10, ramp 100",
+    "l2, 10 to 20",
     "l2, cap 20",
     "l2, cap 20, ramp 100",
 )
@@ -132,9 +133,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("study.jsonl"))
     parser.add_argument("--half", choices=list(SEEDS), default="tune")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=study_runs.STEPS, help="of a run; another --out for each")
     parser.add_argument("--plots", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    study_runs.STEPS = options.steps
     console = Console()
     results = Results(options.out, console)
     if options.what == "runs":

@@ -60,13 +60,10 @@ class Run:
         self.model.train()
         return find_sites(self.model, next(self.task.batches(12345))[0])
 
-    def normed(self, gain_lr: float = 1.0, floor: float = 0.0, **options: Any) -> None:
-        """Patch now, and train the gains: from at least `floor`, at a learning rate of their own where asked."""
+    def normed(self, gain_lr: float = 1.0, **options: Any) -> None:
+        """Patch now, and train the gains, at a learning rate of their own where asked."""
         retrofit_(self.model, self.sites(), **options)
         new = norm_parameters(self.model)
-        with torch.no_grad():
-            for _, gain in new if floor else ():
-                gain.clamp_(min=floor)
         if not new:
             return
         places = add_parameters(self.optimizers, new, beside=list(self.model.parameters()), schedulers=self.schedulers)
@@ -167,8 +164,8 @@ ACTIONS: dict[str, Row] = {
     "l2, constant 10, ramp 20, gains at 10 LR": {"variant": "l2", "calibrate": False, "ramp": 20, "gain_lr": 10.0},
     "l2, cap 20, ramp 20, gains at 10 LR": {"variant": "l2", "cap": 20.0, "ramp": 20, "gain_lr": 10.0},
     "l2, cap 20, ramp 100": {"variant": "l2", "cap": 20.0, "ramp": 100},
-    "l2, 10 to 20": {"variant": "l2", "cap": 20.0, "floor": 10.0},
-    "l2, 10 to 20, gains at 10 LR": {"variant": "l2", "cap": 20.0, "floor": 10.0, "gain_lr": 10.0},
+    "l2, 10 to 20": {"variant": "l2", "cap": 20.0, "calibrate": "raised"},
+    "l2, 10 to 20, gains at 10 LR": {"variant": "l2", "cap": 20.0, "calibrate": "raised", "gain_lr": 10.0},
     "l2, cap 10": {"variant": "l2", "cap": 10.0},
     "l2, cap 50": {"variant": "l2", "cap": 50.0},
     "qkclip, 100": {"clip": 100.0},
