@@ -52,6 +52,8 @@ LATE = (
     "l2, 10 to 20",
     "l2, cap 20",
     "l2, cap 20, ramp 100",
+    "qwen3, 1 to cap 20",
+    "qwen3, from 1",
 )
 FORCED_AT, FORCED_FROM = 50, 3e-3  # where a healthy run is patched by force; the lowest learning rate of these
 

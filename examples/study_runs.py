@@ -158,6 +158,7 @@ ACTIONS: dict[str, Row] = {
     "l2, cap 20": {"variant": "l2", "cap": 20.0},
     "qwen3, cap 20": {"variant": "qwen3", "cap": 20.0},
     "qwen3, from 1": {"variant": "qwen3", "calibrate": False},
+    "qwen3, 1 to cap 20": {"variant": "qwen3", "cap": 20.0, "calibrate": "raised"},
     "qkclip, 100, each step": {"clip": 100.0, "every": 1},
     "l2, constant 10, ramp 50": {"variant": "l2", "calibrate": False, "ramp": 50},
     "l2, constant 10, ramp 100": {"variant": "l2", "calibrate": False, "ramp": 100},
