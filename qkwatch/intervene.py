@@ -66,7 +66,8 @@ class Intervention:
             run.clipping = report.clip
             if not report.clip:
                 monitor.reset_sites()
-                run.ramp_from, run.ramp_over = step if self.ramp_steps else None, self.ramp_steps
+                if self.ramp_steps:
+                    run.ramp_from, run.ramp_over = step, self.ramp_steps
                 self.ramp(model, run, step)
         return report
 
@@ -74,8 +75,7 @@ class Intervention:
         """How far the patches have come at this step of a ramp."""
         if run.ramp_from is None:
             return
-        over = run.ramp_over or self.ramp_steps  # checkpoints of earlier releases do not tell
-        alpha = (step - run.ramp_from) / over if over else 1.0
+        alpha = (step - run.ramp_from) / run.ramp_over
         if alpha >= 1.0:
             run.ramp_from = None
         run.ramp = alpha if alpha < 1.0 else None

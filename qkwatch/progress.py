@@ -40,7 +40,7 @@ class Progress:
     pending: str | None = None
     decided: bool = False
     ramp_from: int | None = None
-    ramp_over: int = 0
+    ramp_over: int = 1
     ramp: float | None = None
     clipping: bool = False
     loss: float | None = None

@@ -87,9 +87,7 @@ def test_a_ramp_is_compiled_once() -> None:
     callback = Frames(every_n_steps=100, console=False, on_error="raise", retrofit="now", ramp_steps=12)
     trainer(callback, max_steps=20).fit(model, data(64))
     assert callback.retrofits[0].step == 0
-    ramp, after = frames[2:12], frames[14:]
-    assert len(set(ramp)) == len(set(after)) == 1
-    assert ramp[0] < after[0]
+    assert frames == [0, *[1] * 11, *[2] * 8]  # the first step was measured
 
 
 @pytest.mark.parametrize("how", WAYS)

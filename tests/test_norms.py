@@ -578,12 +578,15 @@ def test_max_gain_bounds_the_logits(name):
     assert 0.5 * bound < largest <= bound * (1 + 1e-5)
 
 
-@pytest.mark.parametrize("name", [n for n in ALL if PRESETS[n].axis == "head"])
-@pytest.mark.parametrize("scale", [D**-0.5, 1.0])
-def test_an_uncalibrated_start_is_bounded(name, scale):
+OWN = [Variant("unit", norm="l2", start=3.0), Variant("one side", side="q", start=3.0)]
+
+
+@pytest.mark.parametrize("variant", [*(v for v in PRESETS.values() if v.axis == "head"), *OWN], ids=lambda v: v.name)
+@pytest.mark.parametrize("scale", [D**-0.5, 1.0], ids=str)
+def test_an_uncalibrated_start_is_bounded(variant, scale):
     """Vectors chosen to align: |logit| comes near what `start_bound` says and never passes it."""
-    bound = PRESETS[name].start_bound(D, scale)
-    norm = QKNorm(name, H, G, D, q_factor=1.0 if PRESETS[name].scale == "keep" else 1 / scale)
+    bound = variant.start_bound(D, scale)
+    norm = QKNorm(variant, H, G, D, q_factor=1.0 if variant.scale == "keep" else 1 / scale)
     q = torch.randn(2, 9, H, D) * 1e3
     largest = logits_of(norm, q, q[..., :G, :], scale).abs().max()
     assert 0.9 * bound < largest <= bound * (1 + 1e-5)

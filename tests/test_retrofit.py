@@ -440,6 +440,7 @@ def test_a_failing_verification_leaves_the_model_as_it_was(name, step, fault, mo
         ({"cap": float("nan")}, "cap must be positive"),
         ({"cap": float("inf")}, "cap must be positive"),
         ({"max_gain": -1.0}, "max_gain must be positive"),
+        ({"calibrate": "no"}, "unknown calibrate 'no'.*'raised'"),
     ],
 )
 def test_bad_options_are_errors_before_anything_is_touched(options, message):

@@ -50,7 +50,7 @@ def test_a_limit_is_the_strictest_that_warns_of_all_tuning_runs_before_harm(stud
         made_run("held-out", 20, [[1.0, 1.0], [8.0, 45.0], [99.0, 99.0]]),
         made_run("held-out", None, [[1.0, 30.0], [1.0, 30.0], [1.0, 30.0]]),
     ]
-    found = {asked: (tune, held_out) for asked, _, tune, held_out in sys.modules["study_figures"].candidates(rows)}
+    found = {asked: (tune, held_out) for asked, tune, held_out in sys.modules["study_figures"].candidates(rows)}
     assert found["max_logit above 40 in one head"] == ((2, 0, 1), (1, 0, 0))
     assert found["max_logit above 9 in all heads"] == ((2, 0, 0), (0, 1, 0))
 
