@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-LIMIT = 60.0  # seconds; a deadlock would last for ever
+LIMIT = 120.0  # seconds; a deadlock would last for ever
 
 
 def free_port() -> int:
@@ -23,8 +23,13 @@ def free_port() -> int:
 
 
 def together(work: Callable[[int], Any], folder: Path, size: int = 2) -> list[Any]:
-    """Run ``work(rank)`` in processes of its own and return what each gave; fails on an error and on a deadlock."""
+    """Run ``work(rank)`` in processes of its own and return what each gave; fails on an error and on a deadlock.
+
+    Rank 0 serves the store through which groups find each other: whoever is done first waits for the others, or they
+    would meet a closed connection. Each process holds one end of a pipe for writing until it is done or has died.
+    """
     port, ids = free_port(), []
+    others, working = os.pipe()
     for rank in range(size):
         process = os.fork()
         if process:
@@ -43,11 +48,15 @@ def together(work: Callable[[int], Any], folder: Path, size: int = 2) -> list[An
                 TORCHELASTIC_RUN_ID="test",
             )
             torch.save(work(rank), folder / f"rank{rank}.pt")
+            os.close(working)
+            os.read(others, 1)  # nobody writes: this returns when the last one has closed its end
             code = 0
         except BaseException:
             (folder / f"rank{rank}.txt").write_text(traceback.format_exc())
         finally:
             os._exit(code)
+    os.close(working)
+    os.close(others)
     deadline, codes = time.monotonic() + LIMIT, dict.fromkeys(ids)
     while None in codes.values() and time.monotonic() < deadline:
         for process in [p for p, code in codes.items() if code is None]:
@@ -59,5 +68,5 @@ def together(work: Callable[[int], Any], folder: Path, size: int = 2) -> list[An
         os.waitpid(process, 0)
     errors = "\n".join(file.read_text() for file in sorted(folder.glob("rank*.txt")))
     assert None not in codes.values(), f"deadlock\n{errors}"
-    assert not errors, errors
+    assert not any(codes.values()), errors or f"died: {codes}"
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(size)]
