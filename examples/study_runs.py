@@ -146,6 +146,7 @@ def pack(reading: Reading) -> Row:
 
 
 def unpack(row: Row) -> Reading:
+    row = {"product_logit": row["max_logit"], **row}  # of runs that were recorded before it was
     return Reading(**{k: torch.tensor(v) if isinstance(v, list) else v for k, v in row.items()})
 
 

@@ -42,6 +42,8 @@ class _Rows:
 class QKClip:
     """Clips the sites it was made for, whenever it is shown their readings.
 
+    An additive bias (ALiBi, a mask of -100) is no matter of the projections: heads are clipped by `product_logit`.
+
     Args:
         sites: from `find_sites`, with the inputs that found them.
         tau: the largest logit a head may reach before it is clipped.
@@ -90,7 +92,7 @@ class QKClip:
             if entry is None:
                 continue
             q, k = entry
-            largest = reading.max_logit
+            largest = reading.product_logit
             above = torch.isfinite(largest) & (largest > self.tau)
             if not bool(above.any()):
                 continue

@@ -227,6 +227,7 @@ def reduce_block(s: Tensor, e: Tensor, shade: Shade | None, out: RowSums, gentle
     torch.amax(s, -1, out=out.peak)
     if gentle or (may_look(s) and out.low.amin().item() > -GENTLE and out.peak.amax().item() < GENTLE):
         if not gentle:
+            torch.gt(out.first, OVER, out=out.over)  # of all keys only the first can be
             key_0.fill_(HIDE)  # exp is slow far outside of its range
         if shade is not None and not veiled:
             tail.clamp_(min=HIDE)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkwatch.measure import HIDING
+from qkwatch.masks import HIDING
 from qkwatch.norms import QKNorm
 from qkwatch.probe import Refusal
 from qkwatch.sites import Site

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+HIDING = -9900.0  # a bias that is meant to hide, though above half of the dtype's minimum: -10000, in bfloat16 -9984
 HIDE = -60.0  # no weight among logits within +-20: exp(-60) is nothing beside exp(-20)
 BIG = 3e38  # stands in for inf and NaN so that every later product is finite; marks the row as broken
 CPU_BLOCK = 1 << 18  # logits per block: two float32 buffers of it stay in cache
@@ -75,16 +76,23 @@ def hidden_below(dtype: torch.dtype) -> float:
     return max(torch.finfo(dtype).min, torch.finfo(torch.float32).min) / 2
 
 
-def shown(mask: Tensor) -> Tensor:
+def shown(mask: Tensor, hiding: float | None = None) -> Tensor:
     """Bool of the mask's shape: True where it leaves the key visible (a NaN bias does)."""
-    return mask if mask.dtype == torch.bool else mask.le(hidden_below(mask.dtype)).logical_not_()
+    if mask.dtype == torch.bool:
+        return mask
+    return mask.le(hidden_below(mask.dtype) if hiding is None else hiding).logical_not_()
 
 
 class Mask:
-    """A bool (True = visible) or additive mask, broadcast to `(B, H, Tq, Tk)`, and the causal triangle."""
+    """A bool (True = visible) or additive mask, broadcast to `(B, H, Tq, Tk)`, and the causal triangle.
 
-    def __init__(self, mask: Tensor | None, is_causal: bool, plan: RowPlan, k_len: int) -> None:
-        self.plan = plan
+    Entries of an additive mask at or below `hiding` (None: half of the dtype's minimum) hide their key.
+    """
+
+    def __init__(
+        self, mask: Tensor | None, is_causal: bool, plan: RowPlan, k_len: int, hiding: float | None = None
+    ) -> None:
+        self.plan, self.hiding = plan, hiding
         self.is_causal = is_causal
         self.positions = plan.positions()
         self.mask = mask
@@ -140,7 +148,7 @@ class Mask:
         batch, heads, rows, k_len = self.mask.shape
         plan = RowPlan(rows, rows, self.plan.device)
         # with one mask row for all, the triangle cannot hide a key from its own row
-        full = Mask(self.mask, self.is_causal and rows > 1, plan, k_len)
+        full = Mask(self.mask, self.is_causal and rows > 1, plan, k_len, self.hiding)
         step = max(1, CPU_BLOCK // (batch * heads * k_len))
         seen = torch.zeros(batch, heads, k_len, dtype=torch.bool, device=plan.device)
         for r in range(0, rows, step):
@@ -158,7 +166,7 @@ class Mask:
             part = self.mask.expand(batch, heads, rows, k_len)
             part = self.plan.take(part.gather(3, index[:, :, None].expand(batch, heads, rows, columns)), 2)
             bias = None if part.dtype == torch.bool else part.float()
-            visible = shown(part)
+            visible = shown(part, self.hiding)
         if self.is_causal:
             below = index[:, :, None] <= self.positions[:, None]
             visible = below if visible is None else visible & below
@@ -169,7 +177,7 @@ class Mask:
         return keys <= self.positions[block.r, None]  # (R, width - start)
 
     def _visible(self, part: Tensor, block: Block) -> Tensor:
-        visible = shown(part)
+        visible = shown(part, self.hiding)
         return visible & self._triangle(block, 0) if self.is_causal else visible
 
     def _part(self, mask: Tensor, block: Block) -> Tensor:

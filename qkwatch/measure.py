@@ -10,14 +10,13 @@ from torch import Tensor
 from qkwatch.core import Core
 from qkwatch.kernels import may_look
 from qkwatch.layout import HeadLayout
-from qkwatch.masks import hidden_below
+from qkwatch.masks import HIDING, hidden_below
 from qkwatch.reading import Packed
 from qkwatch.sites import Site
 from qkwatch.stats import logit_stats, qk_stats, row_budget, with_bias
 
 Rows = int | str  # "all", "auto" or a number of query rows
 
-HIDING = -9999.0  # a bias that is meant to hide, though not below half of the dtype's minimum
 _CHEAP = 2**26  # multiply-adds of Q K^T that rows="auto" never minds
 
 
@@ -48,6 +47,7 @@ def _measure(core: Core, layout: HeadLayout, rows: Rows, self_attention: bool, b
             k4,
             scale=core.scale,
             mask=mask,
+            hiding=HIDING,
             is_causal=core.is_causal,
             rows=budget,
             self_attention=self_attention,

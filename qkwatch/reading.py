@@ -13,7 +13,8 @@ from .errors import QKWatchError
 
 MIN_HEAD_LEFT = 0.05  # a head with less mass than this off its sinks is a sink, not a collapsed head
 
-MAXIMA = ("max_logit", "margin", "bias", "sampled")
+# up, down: the largest logit, and the largest of the negated ones (0 where all are positive); bias_*: of the bias alone
+MAXIMA = ("up", "down", "margin", "bias_up", "bias_down", "sampled")
 SUMS = (
     *("measured", "excluded", "nonfinite", "rows", "keys", "over"),  # rows: measured and finite, those in the means
     *("nats", "grad", "sink", "rows_2", "sharp"),  # rows_2, rows_16: with at least so many visible keys
@@ -30,6 +31,7 @@ class Reading:
 
     site: str
     max_logit: Tensor  # largest |logit| on visible entries; inf where a measured row held NaN or +inf
+    product_logit: Tensor  # max_logit less all that an additive bias (ALiBi, a mask of -100) may be of it
     margin: Tensor  # largest row max - row mean over visible keys
     entropy: Tensor  # mean of H / ln(visible keys), 0..1, rows with >= 16 visible keys (>= 2 where none has 16)
     entropy_nats: Tensor  # mean entropy of all measured rows, nats
@@ -107,9 +109,15 @@ def reading_from(packed: Packed, site: str, step: int | None = None) -> Reading:
         return torch.where(enough, mean(f"{name}_16", f"{count}_16"), mean(f"{name}_2", f"{count}_2"))
 
     sink_mass = mean("sink", "rows")
+    ends = torch.stack([column["up"], column["down"]])
+    largest = ends.amax(0)
+    biases = torch.stack([column["bias_up"], column["bias_down"]])
+    # of a logit above 0 the bias added at most its largest, of one below 0 it took at most its lowest
+    products = (ends - biases.clamp(min=0)).amax(0).clamp(min=0).where(largest > -torch.inf, largest)
     return Reading(
         site=site,
-        max_logit=measured(column["max_logit"]),
+        max_logit=measured(largest),
+        product_logit=measured(products),
         margin=measured(column["margin"]),
         entropy=entropy("entropy", "rows"),
         entropy_nats=mean("nats", "rows"),
@@ -125,5 +133,5 @@ def reading_from(packed: Packed, site: str, step: int | None = None) -> Reading:
         excluded_rows=int(column["excluded"].max()),
         exact=packed.exact and not bool(column["sampled"].any()),
         step=step,
-        bias_max=None if bool((column["bias"] < 0).all()) else measured(column["bias"]),
+        bias_max=None if bool((biases == -torch.inf).all()) else measured(biases.amax(0)),
     )

@@ -285,16 +285,13 @@ def _alert(now: _Now, past: History, finding: _Finding, limits: Thresholds) -> A
 
 
 def _now(step: int, r: Reading) -> _Now:
-    """A reading as plain numbers; an additive bias (ALiBi, masks of -100) is taken off the largest logit."""
+    """A reading as plain numbers. The largest logit is that of the product: a bias makes none saturate."""
 
     def plain(x: Tensor) -> Values:
         return [None if math.isnan(v) else max(min(v, _HUGE), -_HUGE) for v in x.tolist()]
 
-    top = plain(r.max_logit)
+    top = plain(r.product_logit)
     bad = {h for h, n in enumerate(plain(r.nonfinite)) if (n or 0) > 0 or top[h] == _HUGE}
-    if r.bias_max is not None:
-        biases = plain(r.bias_max)
-        top = [m if m is None or h in bad else max(m - (biases[h] or 0.0), 0.0) for h, m in enumerate(top)]
     rms, entropy, sink, over = map(plain, (r.q_rms * r.k_rms, r.entropy_corrected, r.sink_mass, r.over_100))
     return _Now(r.site, step, top, rms, entropy, sink, over, bad)
 

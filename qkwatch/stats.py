@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .errors import QKWatchError
 from .kernels import EMPTY, LogitSource, QKSource, RowSums, Source, may_look, stream
-from .masks import BIG, Mask, RowPlan, hidden_below
+from .masks import BIG, HIDING, Mask, RowPlan
 from .reading import COLUMNS, MAXIMA, Packed
 
 MANY_KEYS = 16  # normalised entropy is taken over rows with so many visible keys where there are any
@@ -29,6 +29,7 @@ def qk_stats(
     *,
     scale: float,
     mask: Tensor | None = None,
+    hiding: float | None = None,
     is_causal: bool = False,
     rows: int | None = None,
     self_attention: bool = True,
@@ -39,8 +40,8 @@ def qk_stats(
         q: `(B, H, Tq, D)`, as it enters the core.
         k: `(B, G, Tk, D)`; G divides H, query head h uses key head `h // (H // G)`.
         scale: the factor on q k^T.
-        mask: broadcastable to `(B, H, Tq, Tk)`; bool (True = visible) or additive (visible above half of the
-            dtype's minimum).
+        mask: broadcastable to `(B, H, Tq, Tk)`; bool (True = visible) or additive.
+        hiding: entries of an additive mask at or below this hide their key; None: half of the dtype's minimum.
         is_causal: query i sees keys j <= i (top-left aligned, as torch's SDPA); may be combined with a mask.
         rows: measure only so many query rows per batch element, evenly spread, the last included; None: all.
         self_attention: q and k come from the same tokens, so where Tq = Tk a key that no row sees marks a
@@ -58,7 +59,7 @@ def qk_stats(
     with torch.autocast(q.device.type, enabled=False):
         q, k = q.detach(), k.detach()
         plan = _row_plan(q.shape[2], rows, q.device)
-        visible = Mask(None if mask is None else mask.detach(), is_causal, plan, k.shape[2])
+        visible = Mask(None if mask is None else mask.detach(), is_causal, plan, k.shape[2], hiding)
         lengths = _lengths(q), _lengths(k)
         source = QKSource(plan.take(q, 2), k, scale, visible, lengths)
         return _measure(source, {"q": _rms(q, lengths[0]), "k": _rms(k, lengths[1])}, self_attention)
@@ -99,16 +100,18 @@ def row_budget(batch: int, heads: int, q_len: int, k_len: int, head_dim: int, bu
 
 @torch.no_grad()
 def with_bias(packed: Packed, bias: Tensor) -> Packed:
-    """Note the largest |bias| among the entries that an additive mask `(B|1, H|1, Tq|1, Tk)` leaves visible."""
+    """Note how far up and down an additive mask `(B|1, H|1, Tq|1, Tk)` moves the entries that it leaves visible."""
     batch, heads, rows, keys = bias.shape
-    largest = bias.new_full((heads,), -torch.inf, dtype=torch.float32)
+    ends = bias.new_full((2, heads), -torch.inf, dtype=torch.float32)
     step = max(1, BIAS_BLOCK // (batch * heads * keys))
     for start in range(0, rows, step):
         block = bias.detach()[:, :, start : start + step].float()
-        block = torch.where(block > hidden_below(bias.dtype), block.abs(), -torch.inf)
-        largest = torch.maximum(largest, block.amax((0, 2, 3)))
+        seen = block > HIDING
+        both = [torch.where(seen, x, -torch.inf).amax((0, 2, 3)) for x in (block, -block)]
+        ends = torch.maximum(ends, torch.stack(both))
     values = packed.values.clone()
-    values[:, COLUMNS.index("bias")] = largest.to(values)
+    for name, end in zip(("bias_up", "bias_down"), ends, strict=True):
+        values[:, COLUMNS.index(name)] = end.to(values)
     return Packed(values, packed.exact)
 
 
@@ -180,7 +183,7 @@ def _reduce_rows(source: Source, sums: RowSums, mass: Tensor, padded: Tensor | N
     nats = (z.log() - zt / z).clamp(min=0)
     several, many = live & (sums.seen >= 2), live & (sums.seen >= MANY_KEYS)
     share = nats / sums.seen.log()
-    worst = torch.where(broken, torch.inf, torch.where(live, sums.largest, -torch.inf))
+    up, down = (torch.where(broken, torch.inf, torch.where(live, x, -torch.inf)) for x in (top, -sums.low))
     margin = torch.where(live, top - sums.total / sums.seen, -torch.inf)
     rows = {
         "measured": included,
@@ -200,7 +203,7 @@ def _reduce_rows(source: Source, sums: RowSums, mass: Tensor, padded: Tensor | N
     rows |= _without_sinks(source, sums, mass, live, shrink / z)
     stacked = torch.stack([value.float() for value in rows.values()])  # (C, B, H, R)
     totals = dict(zip(rows, stacked.sum((1, 3)), strict=True))
-    return {**totals, "max_logit": worst.amax((0, 2)), "margin": margin.amax((0, 2))}
+    return {**totals, "up": up.amax((0, 2)), "down": down.amax((0, 2)), "margin": margin.amax((0, 2))}
 
 
 def _without_sinks(source: Source, sums: RowSums, mass: Tensor, live: Tensor, weight: Tensor) -> dict[str, Tensor]:

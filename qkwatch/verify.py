@@ -75,7 +75,7 @@ def calibrate_and_verify(site: Site, draft: SitePlan, *, cap: float, calibrate: 
         calibrate = bool(loose) or start > cap
     if calibrate:
         q_rms, k_rms = alone.reading.q_rms / q_ratio, alone.reading.k_rms / k_ratio
-        largest = before.reading.max_logit
+        largest = before.reading.product_logit
         gains = calibrated_gains(
             draft.variant,
             q_rms,

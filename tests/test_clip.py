@@ -53,6 +53,42 @@ def test_only_heads_above_the_bound_come_down_to_it(name: str) -> None:
     assert clip.clip_([reading]) == {} or float(reading.max_logit.max()) > tau
 
 
+class Linear(nn.Module):
+    """Attention with linear biases (ALiBi), which reach far below any logit of its products."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.fused, self.qkv = fused, nn.Linear(32, 96)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+        steps = torch.arange(x.shape[1], dtype=x.dtype)
+        bias = 10.0 * (steps - steps[:, None]).clamp(max=0).expand(4, -1, -1)
+        if self.fused:
+            out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        else:
+            out = (q @ k.transpose(-1, -2) * 8**-0.5 + bias).softmax(-1) @ v
+        return out.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_bias_is_no_reason_to_shrink_projections(fused: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Linear(fused), torch.randn(2, 40, 32)
+    sites = find_sites(model, x)
+    assert sites[0].reading is not None
+    assert float(sites[0].reading.max_logit.min()) > 300
+    clip = QKClip(sites, 20.0)
+    assert clip.applied == [sites[0].name]
+    assert clip.clip_([sites[0].reading]) == {}
+    with torch.no_grad():
+        model.qkv.weight[:16].mul_(100)  # queries of the first two heads
+        model.qkv.weight[32:64].mul_(2)
+    sites = find_sites(model, x)
+    assert sites[0].reading is not None
+    assert clip.clip_([sites[0].reading]) == {sites[0].name: [0, 1]}
+
+
 def test_a_normed_site_is_refused() -> None:
     from qkwatch import retrofit_
 

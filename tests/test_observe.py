@@ -250,6 +250,49 @@ def test_readings_of_multihead_attention(training, need_weights):
     assert_reading(reading, reference(q @ k.transpose(-1, -2) / 8**0.5, visible, ~hidden), 29, 5)
 
 
+class Spelled(nn.Module):
+    """One attention, fused or written out."""
+
+    def __init__(self, fused: bool):
+        super().__init__()
+        self.fused, self.qkv = fused, nn.Linear(32, 96)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+        if self.fused:
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        else:
+            logits = q @ k.transpose(-1, -2) * 8**-0.5
+            bias = mask if mask.dtype != torch.bool else torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -1e30)
+            out = (logits + bias).softmax(-1) @ v
+        return out.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("hides", ["False", "-inf", "minimum", "-10000"])
+def test_what_hides_a_key_hides_it_however_attention_is_written(hides: str, dtype: torch.dtype):
+    """All by the same boolean: -10000, the mask of old half-precision models, is no logit of 10000."""
+    torch.manual_seed(0)
+    shown = torch.ones(2, 1, 1, 20, dtype=torch.bool)
+    shown[1, ..., 12:] = False
+    value = {"-inf": -torch.inf, "minimum": torch.finfo(dtype).min, "-10000": -1e4}.get(hides)
+    mask = shown if value is None else torch.zeros(shown.shape, dtype=dtype).masked_fill(~shown, value)
+    x, weights = torch.randn(2, 20, 32, dtype=dtype), Spelled(True).state_dict()
+    close = {"rtol": 2e-5, "atol": 2e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-2}
+    found = []
+    for fused, given in ((True, shown), (True, mask), (False, mask)):
+        model = Spelled(fused).to(dtype)
+        model.load_state_dict(weights)
+        (site,) = qkwatch.find_sites(model, x, given)
+        assert site.reading is not None
+        assert (site.reading.rows, site.reading.excluded_rows) == (32, 8)
+        assert site.reading.bias_max is None or float(site.reading.bias_max.max()) == 0
+        found.append(site.reading)
+    for name in ("max_logit", "product_logit", "margin", "entropy", "saturated", "grad_signal", "over_100"):
+        for reading in found[1:]:
+            torch.testing.assert_close(getattr(reading, name), getattr(found[0], name), **close, msg=name)
+
+
 def test_half_precision_padding_gives_finite_figures():
     model = llama("eager").to(torch.bfloat16).eval()
     padding = torch.ones(2, 12, dtype=torch.long)

@@ -38,6 +38,7 @@ def reading(site="layers.0.attn", heads=2, seed=0, **fields):
     rand = torch.Generator().manual_seed(seed)
     values = {field: torch.rand(heads, generator=rand) for field in FIELDS}
     values["max_logit"] = 10 + 10 * values["max_logit"]
+    values["product_logit"] = values["max_logit"]
     values |= {field: torch.tensor(value) for field, value in fields.items()}
     return Reading(site=site, **values, rows=64, excluded_rows=0, exact=True)
 

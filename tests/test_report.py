@@ -39,6 +39,7 @@ def reading(
     return Reading(
         site=site,
         max_logit=torch.tensor(top),
+        product_logit=torch.tensor(top),
         margin=row("margin", 30.0, 7.0),
         entropy=row("entropy", 0.61, 0.12),
         saturated=row("saturated", 0.01, 0.54),

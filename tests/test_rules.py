@@ -29,6 +29,7 @@ def reading(site: str = "layers.0.attn", top: Sequence[float] = (5.0,), **values
     return Reading(
         site=site,
         max_logit=torch.tensor(list(top), dtype=torch.float32),
+        product_logit=row("product_logit", 0.0) if "product_logit" in values else torch.tensor(list(top)),
         margin=row("margin", 3.0),
         entropy=row("entropy", 0.6),
         entropy_nats=row("entropy_nats", 2.0),
@@ -43,7 +44,6 @@ def reading(site: str = "layers.0.attn", top: Sequence[float] = (5.0,), **values
         rows=64,
         excluded_rows=0,
         exact=True,
-        bias_max=torch.tensor(list(values["bias_max"])) if "bias_max" in values else None,
     )
 
 
@@ -83,9 +83,7 @@ TABLE = [
     ("inf", [[30.0, math.inf]], {"nonfinite": [0.0, 3.0]}, (Level.FATAL, "non_finite", (1,), 0)),
     ("unmeasured", [[NAN, NAN]] * 4, {"entropy_corrected": [NAN, NAN], "q_rms": [NAN, NAN]}, None),
     ("sink", [[9.0, 9.0]] * 2, {"sink_mass": [0.1, 0.97]}, (Level.INFO, "sink", (1,), 0)),
-    ("ALiBi", [[700.0, 1500.0]] * 5, {"bias_max": [690.0, 1490.0]}, None),
-    ("Swin masks and real growth", [[v, 110.0] for v in (140.0, 170.0, 230.0)], {"bias_max": [100.0, 100.0]},
-     (Level.WARN, "rising", (0,), 20)),
+    ("ALiBi", [[700.0, 1500.0]] * 5, {"product_logit": [10.0, 10.0]}, None),
 ]  # fmt: skip
 
 
@@ -341,7 +339,7 @@ def test_a_rewound_run_or_a_site_rebuilt_with_other_heads_starts_anew():
 def test_odd_input_never_raises():
     rules, draw = Rules(), random.Random(0)
     odd = [0.0, -0.0, 1e-30, 3.4e38, math.inf, NAN, 99.9, 1e5]
-    names = ("entropy_corrected", "q_rms", "k_rms", "sink_mass", "over_100", "nonfinite", "bias_max")
+    names = ("entropy_corrected", "q_rms", "k_rms", "sink_mass", "over_100", "nonfinite", "product_logit")
     for _ in range(300):
         heads = draw.choice([1, 2, 2, 2, 3])
         rows = [

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from qkwatch import kernels
 from qkwatch.errors import QKWatchError
 from qkwatch.reading import COLUMNS, Packed, Reading, gather_heads, merge, reading_from
-from qkwatch.stats import logit_stats, qk_stats, row_budget
+from qkwatch.stats import logit_stats, qk_stats, row_budget, with_bias
 
 INF = math.inf
 FIGURES = [f.name for f in fields(Reading) if f.type == "Tensor"]
@@ -103,6 +103,7 @@ def reference(logits: Tensor, visible: Tensor, self_attention: bool = True) -> d
         bad = len(rows.get("nonfinite", []))
         out["nonfinite"].append(bad)
         out["max_logit"].append(INF if bad else max(rows.get("max_logit", [math.nan])))
+        out["product_logit"].append(out["max_logit"][-1])  # without a bias
         out["margin"].append(max(rows.get("margin", [math.nan])))
         out["entropy"].append(mean(rows.get("hn16") or rows.get("hn2", [])))
         out["entropy_nats"].append(mean(rows.get("nats", [])))
@@ -392,6 +393,38 @@ def test_given_logits_hide_below_half_the_minimum_of_their_own_dtype(dtype: torc
     visible = random_mask(2, 1, 24, 24).expand(2, 2, 24, 24)
     for low in (-INF, torch.finfo(dtype).min):
         check(reading_from(logit_stats(logits.masked_fill(~visible, low)), "x"), reference(logits.double(), visible))
+
+
+@pytest.mark.parametrize("look", [True, False])
+def test_key_0_alone_can_be_above_100(look: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All other logits are small enough for the short way, which must not forget the first key."""
+    monkeypatch.setattr(kernels, "LOOK", look)
+    logits = torch.randn(2, 3, T, T, generator=torch.Generator().manual_seed(0))
+    logits[:, 0, :, 0] += 150
+    logits[:, 1, ::2, 0] += 150
+    logits[:, 2, :, 0] -= 150
+    logits = logits.masked_fill(torch.ones(T, T).triu(1).bool(), -INF)
+    check(reading_from(logit_stats(logits), "site"), reference(logits.double(), logits > -INF))
+
+
+@pytest.mark.parametrize("lowest", [-30.0, -1e3, -9e3])
+def test_a_bias_is_taken_off_the_largest_logit_where_it_can_have_made_it(lowest: float) -> None:
+    """Never above the largest |scale q k|; and what a bias cannot have made (all of ALiBi lowers logits) is seen."""
+    q, k = make(2, 4, 4, T, T)
+    q[:, 0] *= 100
+    products = (q.double() @ k.double().transpose(-1, -2)).abs().amax((0, 2, 3))
+    linear = alibi(4, T) * (lowest / alibi(4, T).min())
+    upper = products * 1.001 + 1e-3
+    for bias in (linear, linear + 50, -linear, random_mask(1, 1, T, T).float() * lowest):
+        reading = reading_from(with_bias(qk_stats(q, k, scale=1.0, mask=bias), bias), "site")
+        assert reading.bias_max is not None
+        assert bool((reading.product_logit <= upper).all() and (reading.product_logit <= reading.max_logit).all())
+        assert bool((reading.product_logit >= 0).all())
+    reading = reading_from(with_bias(qk_stats(q, k, scale=1.0, mask=linear), linear), "site")
+    assert float(reading.product_logit[0]) > 0.2 * float(products[0])
+    torch.testing.assert_close(reading.bias_max, -linear.amin((0, 2, 3)))
+    hides = additive(random_mask(2, 1, T, T), -1e4)
+    assert float(reading_from(with_bias(qk_stats(q, k, scale=1.0, mask=hides), hides), "site").bias_max.max()) == 0
 
 
 def test_large_logits_and_shift() -> None:
