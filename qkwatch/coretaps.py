@@ -2,7 +2,7 @@
 
 For sites without projections that could be normed: latent and joint attention, projections used as raw weights, learned
 biases and scales behind the projection. What enters `F.scaled_dot_product_attention` are the true queries and keys,
-wherever they come from. As with `taps`, a changed class survives ``deepcopy``, pickling and ``torch.compile``.
+wherever they come from.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from qkwatch.errors import QKWatchError
 from qkwatch.layout import HeadLayout
 from qkwatch.norms import HeadNorm, QKNorm
 from qkwatch.probe import CoreTap
+from qkwatch.reclass import Changed, change_class, restore_class
 
 
 class NormAtCore(TorchFunctionMode):
@@ -62,14 +63,15 @@ def _normed(norm: HeadNorm, x: Tensor, axis: int) -> Tensor:
     return norm(grouped).transpose(-2, -3).flatten(-3, -2).movedim(-2, axis)  # type: ignore[no-any-return]
 
 
-class _NormedAtCore:
-    """Mixed in before a site's own class."""
+class _NormedAtCore(Changed):
+    """A site whose fused softmax takes normed queries and keys."""
 
     _qkwatch_axis: int
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # a class made at run time has no importable name: pickle the recipe instead
-        return _rebuild, (type(self)._qkwatch_base,), self.__getstate__()  # type: ignore[attr-defined]
+    @classmethod
+    def members(cls, base: type[nn.Module]) -> dict[str, Any]:
+        """A forward with the signature of the site's own."""
+        return {"forward": _forward_of(base)}
 
 
 def _forward_of(base: type[nn.Module]) -> Callable[..., Any]:
@@ -93,21 +95,6 @@ def _name(norm: QKNorm) -> str:
     return repr(norm.get_plan().get("site", ""))
 
 
-_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
-
-
-def _class_of(base: type[nn.Module]) -> type[nn.Module]:
-    if base not in _CLASSES:
-        members = {"_qkwatch_base": base, "__module__": __name__, "forward": _forward_of(base)}
-        _CLASSES[base] = type(f"QKNormed{base.__name__}", (_NormedAtCore, base), members)
-    return _CLASSES[base]
-
-
-def _rebuild(base: type[nn.Module]) -> nn.Module:
-    kind = _class_of(base)
-    return kind.__new__(kind)
-
-
 def has_core_norm(site: nn.Module) -> bool:
     """Whether a site norms its queries and keys at the softmax itself."""
     return isinstance(site, _NormedAtCore)
@@ -124,21 +111,11 @@ def installed_core_tap(site: nn.Module) -> CoreTap | None:
 
 def add_core_norm(site: nn.Module, axis: int) -> None:
     """From now on ``site.qk_norm`` (which the caller puts there) norms what its fused softmax takes."""
-    site.__class__ = _class_of(type(site))
+    change_class(site, _NormedAtCore)
     site._qkwatch_axis = axis  # type: ignore[assignment]
-
-
-def check_core_removable(site: nn.Module) -> None:
-    """Raise `QKWatchError` where somebody has changed the class of a patched site since."""
-    if isinstance(site, _NormedAtCore) and type(site) is not _class_of(type(site)._qkwatch_base):  # type: ignore[attr-defined]
-        raise QKWatchError(
-            f"the class of a patched site was changed afterwards, to {type(site).__name__}: "
-            "take that change back first (parametrizations, for instance, with remove_parametrizations)"
-        )
 
 
 def remove_core_norm(site: nn.Module) -> None:
     """The site's own class again."""
-    check_core_removable(site)
-    site.__class__ = type(site)._qkwatch_base  # type: ignore[attr-defined]
+    restore_class(site)
     del site.__dict__["_qkwatch_axis"]

@@ -11,6 +11,7 @@ from torch import nn
 from qkwatch.errors import QKWatchError
 from qkwatch.layout import Channels
 from qkwatch.norms import Variant
+from qkwatch.reclass import own_class
 
 VERSION = 1
 
@@ -70,9 +71,8 @@ class CorePlan:
 
 
 def kind_of(module: nn.Module) -> str:
-    """A module's class name, also while qkwatch or `fully_shard` has changed its class."""
-    foreign = ("qkwatch.taps", "torch.distributed.fsdp")
-    return next(kind.__name__ for kind in type(module).__mro__ if not kind.__module__.startswith(foreign))
+    """The name of a module's own class."""
+    return own_class(module).__name__
 
 
 def weight_shape(module: nn.Module) -> tuple[int, ...]:

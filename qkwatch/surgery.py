@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from qkwatch.coretaps import add_core_norm, check_core_removable, has_core_norm, remove_core_norm
+from qkwatch.coretaps import add_core_norm, has_core_norm, remove_core_norm
 from qkwatch.mha import QKNormMultiheadAttention, patch_mha_, unpatch_mha_
 from qkwatch.modules import named_modules
 from qkwatch.norms import QKNorm
 from qkwatch.plan import SitePlan
-from qkwatch.taps import add_part, check_removable, remove_part
+from qkwatch.reclass import check_unchanged
+from qkwatch.taps import add_part, remove_part
 
 CHILD = "qk_norm"
 
@@ -78,9 +79,8 @@ def uninstall(model: nn.Module, name: str) -> None:
 
 def check_all_removable(model: nn.Module) -> None:
     """Raise `QKWatchError`, before anything is touched, where a patch could not be taken out whole."""
-    for module in model.modules():
-        check_removable(module)
-        check_core_removable(module)
+    for name, module in named_modules(model).items():
+        check_unchanged(module, name)
 
 
 class ShadowingQKNorm(QKNorm):

@@ -1,9 +1,4 @@
-"""Norm some channels of a projection's output, by changing the projection's class in place.
-
-The module keeps its name, its parameters and its place in the model. Its class becomes a subclass whose forward
-norms what the old one returns: unlike a hook this survives ``deepcopy``, pickling, ``torch.compile`` (the changed
-class makes it compile again) and fast paths that look for hooks.
-"""
+"""Norm some channels of a projection's output: its class becomes one whose forward norms what the old one returns."""
 
 from __future__ import annotations
 
@@ -13,24 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qkwatch.errors import QKWatchError
 from qkwatch.layout import Channels
 from qkwatch.norms import HeadNorm
+from qkwatch.reclass import Changed, change_class, check_unchanged, restore_class
 
 Part = tuple[Channels, HeadNorm]
 
 
-class _Normed:
-    """Mixed in before a projection's own class."""
+class _Normed(Changed):
+    """A projection whose output is normed."""
 
     _qkwatch_parts: tuple[Part, ...]
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return norm_channels(super().forward(*args, **kwargs), self._qkwatch_parts)  # type: ignore[misc]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # a class made at run time has no importable name: pickle the recipe instead
-        return _rebuild, (type(self)._qkwatch_base,), self.__getstate__()  # type: ignore[attr-defined]
 
 
 class _NormedAdapter(_Normed):
@@ -46,22 +37,6 @@ class _NormedAdapter(_Normed):
         return inner
 
 
-_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
-
-
-def _normed_class(base: type[nn.Module]) -> type[nn.Module]:
-    if base not in _CLASSES:
-        members = {"_qkwatch_base": base, "__module__": __name__}
-        mixin = _NormedAdapter if hasattr(base, "get_base_layer") else _Normed
-        _CLASSES[base] = type(f"QKNormed{base.__name__}", (mixin, base), members)
-    return _CLASSES[base]
-
-
-def _rebuild(base: type[nn.Module]) -> nn.Module:
-    kind = _normed_class(base)
-    return kind.__new__(kind)
-
-
 def parts_of(module: nn.Module) -> tuple[Part, ...]:
     """The norms that ``module`` applies to its own output."""
     return getattr(module, "_qkwatch_parts", ())
@@ -71,18 +46,9 @@ def add_part(module: nn.Module, channels: Channels, norm: HeadNorm) -> None:
     """Let ``module`` norm these channels of its output with ``norm`` (which somebody else owns)."""
     parts = (*parts_of(module), (channels, norm))
     if not isinstance(module, _Normed):
-        module.__class__ = _normed_class(type(module))
+        change_class(module, _NormedAdapter if hasattr(module, "get_base_layer") else _Normed)
     # in a tuple, so that nn.Module does not adopt the norms: their keys belong to the site
     module._qkwatch_parts = tuple(sorted(parts, key=lambda part: part[0].starts[0]))  # type: ignore[assignment]
-
-
-def check_removable(module: nn.Module) -> None:
-    """Raise `QKWatchError` where somebody has changed the class of a patched projection since."""
-    if isinstance(module, _Normed) and type(module) is not _normed_class(type(module)._qkwatch_base):  # type: ignore[attr-defined]
-        raise QKWatchError(
-            f"the class of a patched projection was changed afterwards, to {type(module).__name__}: "
-            "take that change back first (parametrizations, for instance, with remove_parametrizations)"
-        )
 
 
 def remove_part(module: nn.Module, norm: HeadNorm) -> None:
@@ -93,11 +59,11 @@ def remove_part(module: nn.Module, norm: HeadNorm) -> None:
     left = tuple(part for part in parts if part[1] is not norm)
     if len(left) == len(parts):
         return
-    check_removable(module)
+    check_unchanged(module, "")
     if left:
         module._qkwatch_parts = left
         return
-    module.__class__ = type(module)._qkwatch_base  # type: ignore[attr-defined]
+    restore_class(module)
     del module.__dict__["_qkwatch_parts"]
 
 
