@@ -29,6 +29,11 @@ class _Rows:
 
     parts: list[tuple[Tensor, int, Tensor]] = field(default_factory=list)
 
+    def without(self, other: _Rows) -> _Rows:
+        """Less what ``other`` scales already: tied weights are shrunk once."""
+        theirs = [(id(p), index) for p, _, index in other.parts]
+        return _Rows([part for part in self.parts if not any(id(part[0]) == p and part[2].equal(i) for p, i in theirs)])
+
     @torch.no_grad()
     def scale_(self, factors: Tensor) -> None:
         """Multiply each head's slices by its factor, (heads,)."""
@@ -87,12 +92,11 @@ class QKClip:
     def clip_(self, readings: Iterable[Reading]) -> dict[str, list[int]]:
         """Shrink the weights of every head whose reading is above tau; returns site -> heads that were clipped."""
         clipped: dict[str, list[int]] = {}
-        for reading in readings:
-            entry = self._sites.get(reading.site)
+        for site, largest in _largest(readings).items():
+            entry = self._sites.get(site)
             if entry is None:
                 continue
             q, k = entry
-            largest = reading.product_logit
             above = torch.isfinite(largest) & (largest > self.tau)
             if not bool(above.any()):
                 continue
@@ -100,8 +104,17 @@ class QKClip:
             q.scale_(factors if k is None else factors.sqrt())
             if k is not None:
                 k.scale_(factors.sqrt())
-            clipped[reading.site] = above.nonzero().flatten().tolist()
+            clipped[site] = above.nonzero().flatten().tolist()
         return clipped
+
+
+def _largest(readings: Iterable[Reading]) -> dict[str, Tensor]:
+    """Site -> the heads' largest logits (H,) over all its readings: a head is shrunk once for all of them."""
+    found: dict[str, Tensor] = {}
+    for reading in readings:
+        known = found.get(reading.site)
+        found[reading.site] = reading.product_logit if known is None else known.fmax(reading.product_logit)
+    return found
 
 
 def _rows_of(site: Site) -> tuple[_Rows, _Rows | None]:
@@ -118,7 +131,7 @@ def _rows_of(site: Site) -> tuple[_Rows, _Rows | None]:
     for tap in taps:
         _catch(site, tap, found)
     rows = [_rows_of_tap(tap, *found[tap.module]) for tap in taps]
-    return rows[0], rows[1] if own_keys else None
+    return rows[0], rows[1].without(rows[0]) if own_keys else None
 
 
 def _query_tap(site: Site) -> Tap:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2Model, GPTNeoXConfig, GPTNeoXModel, LlamaConfig, LlamaModel
 
-from qkwatch import find_sites
+from qkwatch import find_sites, watch
 from qkwatch.clip import QKClip
 
 SMALL = {"vocab_size": 90, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -51,6 +51,49 @@ def test_only_heads_above_the_bound_come_down_to_it(name: str) -> None:
     assert changed
     assert all(n.startswith(first.name) for n in changed)
     assert clip.clip_([reading]) == {} or float(reading.max_logit.max()) > tau
+
+
+class Tied(nn.Module):
+    """Queries and keys by one weight, with biases of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(32, 32) for _ in range(3))
+        self.k.weight = self.q.weight
+        self.q.weight.data.mul_(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part(x).unflatten(-1, (4, 8)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def test_a_head_is_shrunk_once_for_all_that_was_read_of_it() -> None:
+    """A module that runs twice in a step, or several batches in one block."""
+    torch.manual_seed(0)
+    model, x = encoder(), 20 * torch.randn(2, 9, 32)
+    sites = find_sites(model, x)
+    with watch(model, sites) as watcher, torch.no_grad():
+        model(x / 10)
+        model(x)
+        model(x / 2)
+    largest = torch.stack([r.max_logit for r in watcher.readings]).amax(0)
+    tau = float(largest.min()) / 2
+    assert QKClip(sites, tau).clip_(watcher.readings) == {sites[0].name: [0, 1, 2, 3]}
+    reading = find_sites(model, x)[0].reading
+    assert reading is not None
+    torch.testing.assert_close(reading.max_logit, torch.full((4,), tau), rtol=1e-4, atol=1e-4)
+
+
+def test_tied_weights_are_shrunk_once() -> None:
+    torch.manual_seed(0)
+    model, x = Tied(), torch.randn(2, 9, 32)
+    sites = find_sites(model, x)
+    assert sites[0].reading is not None
+    clip = QKClip(sites, 5.0)
+    assert clip.clip_([sites[0].reading]) == {sites[0].name: [0, 1, 2, 3]}
+    reading = find_sites(model, x)[0].reading
+    assert reading is not None
+    torch.testing.assert_close(reading.max_logit, torch.full((4,), 5.0), rtol=1e-4, atol=1e-4)
 
 
 class Linear(nn.Module):
