@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from qkwatch.modules import clean_name, named_modules
-from qkwatch.optim import GROUP_KEY, add_parameters, decays, group_names, regroup
+from qkwatch.optim import GROUP_KEY, add_parameters, decays, group_names, regroup, several
 from qkwatch.retrofit import norm_parameters, patched_sites
 from qkwatch.schedulers import unwrap, walk
 
@@ -40,7 +40,7 @@ def adopt_(model: nn.Module, optimizers: Any, schedulers: Any = ()) -> list[tupl
     >>> [name for name, _ in adopt_(layer, optimizer)], adopt_(layer, optimizer)
     (['qk_norm.q.gain'], [])
     """
-    live, plans = _several(optimizers), _several(schedulers)
+    live, plans = several(optimizers), several(schedulers)
     known = {id(p) for o in map(unwrap, live) for group in o.param_groups for p in group["params"]}
     trained = [(name, p) for name, p in norm_parameters(model) if p.requires_grad]
     if not trained:
@@ -115,12 +115,3 @@ def unchanged_on_error(optimizers: Sequence[Any], schedulers: Sequence[Any]) -> 
 
 def _fields(mapping: Any) -> dict[str, Any]:
     return {key: list(value) if type(value) is list else value for key, value in mapping.items()}
-
-
-def _several(value: Any) -> list[Any]:
-    """One or several; anything that is no list or tuple is one."""
-    if isinstance(value, (list, tuple)):
-        return list(value)
-    if isinstance(value, Iterable) and not hasattr(value, "param_groups") and not hasattr(value, "step"):
-        return list(value)
-    return [value]

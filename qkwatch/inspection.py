@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import pickle
-import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich import get_console
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
@@ -25,6 +22,7 @@ from qkwatch.plan import SitePlan
 from qkwatch.report import STYLES, abbreviate, short_sites
 from qkwatch.retrofit import CHILD
 from qkwatch.rules import Level
+from qkwatch.stored import load, weights_of
 from qkwatch.variants import Variant
 
 _ALERTS_SHOWN = 40
@@ -43,30 +41,6 @@ class Patch:
     def ceiling(self) -> float | None:
         """The smaller of the user's and the variant's own."""
         return min((c for c in (self.plan.max_gain, self.plan.variant.ceiling) if c is not None), default=None)
-
-
-def load(path: str | os.PathLike[str]) -> Mapping[str, Any]:
-    """A checkpoint or state_dict, read with ``weights_only=True`` onto the CPU.
-
-    Raises:
-        QKWatchError: no such file, not one of torch's, or one that would run code of its own.
-    """
-    file = Path(path)
-    if file.is_dir():
-        raise QKWatchError(f"{path} is a folder (a sharded checkpoint?); inspect reads single files")
-    if not file.exists():
-        raise QKWatchError(f"no file {path}")
-    try:
-        loaded = torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        what = str(error).split("WeightsUnpickler error:")[-1].strip().splitlines()[0]
-        raise QKWatchError(f"{path} is not a checkpoint that can be read with weights_only=True: {what}") from error
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        what = (str(error).splitlines() or [type(error).__name__])[0]
-        raise QKWatchError(f"{path} is not a checkpoint saved by torch: {what}") from error
-    if not isinstance(loaded, Mapping):
-        raise QKWatchError(f"{path} holds a {type(loaded).__name__}, not a checkpoint or a state_dict")
-    return loaded
 
 
 def patches(state_dict: Mapping[str, Any]) -> list[Patch]:
@@ -95,15 +69,17 @@ def _effective(plan: SitePlan, stored: Tensor | None) -> Tensor | None:
 
 
 def print_inspection(path: str | os.PathLike[str]) -> None:
-    """Print what `load` finds. Raises as that does."""
+    """Print what is in a file. Raises `QKWatchError` as `load` and `weights_of`, and for a folder."""
+    if Path(path).is_dir():
+        raise QKWatchError(f"{path} is a folder (a sharded checkpoint?); inspect reads single files")
     checkpoint = load(path)
     get_console().print(render(checkpoint))
 
 
 def render(checkpoint: Mapping[str, Any]) -> RenderableType:
     """A Lightning checkpoint or a bare state_dict, in words."""
-    state = checkpoint.get("state_dict", checkpoint)
-    lightning = state is not checkpoint
+    state = weights_of(checkpoint)
+    lightning = state is checkpoint.get("state_dict")
     found = patches(state)
     weights = sum(isinstance(value, Tensor) for value in state.values())
     head = f"{'Lightning checkpoint' if lightning else 'state_dict'} of {weights:,} tensors"

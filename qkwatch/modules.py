@@ -37,6 +37,13 @@ def named_modules(model: nn.Module) -> dict[str, nn.Module]:
     return named
 
 
+def all_names(model: nn.Module) -> dict[str, str]:
+    """Every name that a module of ``model`` has (one that is used twice has several) -> that in `named_modules`."""
+    first = {id(module): name for name, module in named_modules(model).items()}
+    every = unwrap(model).named_modules(remove_duplicate=False)
+    return {clean_name(name): first[id(module)] for name, module in every if id(module) in first}
+
+
 def in_backward() -> bool:
     """Whether autograd is running: what is computed now is a recomputation (activation checkpointing)."""
     return torch._C._current_graph_task_id() != -1

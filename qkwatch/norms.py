@@ -314,8 +314,25 @@ class QKNorm(nn.Module):
         if plan is not None and plan.shape != self.plan.shape:
             self.plan = torch.empty(plan.shape, dtype=torch.uint8, device=self.plan.device)
         super()._load_from_state_dict(state_dict, prefix, *args)
-        if plan is not None and not plan.is_meta:
-            self._plan = bytes(plan.tolist())
+        if plan is None or plan.is_meta:
+            return
+        theirs = bytes(plan.tolist())
+        if self._same_function(theirs):
+            self._plan = theirs
+        else:
+            *_, errors = args
+            errors.append(
+                f"{prefix}plan: these weights were saved with another norm than this model is patched with "
+                f"({self.variant.name}); call qkwatch.restore_(model, the checkpoint) before load_state_dict"
+            )
+
+    def _same_function(self, plan: bytes) -> bool:
+        """Whether a plan about to be loaded says what this module is: equal gains would mean another function."""
+        own, other = (self._decoded(data) for data in (self._plan, plan))
+        names = ("variant", "max_gain", "q_heads", "k_heads", "head_dim")
+        same = all(own.get(name) == other.get(name) for name in names)
+        factors = [(plan.get("q_factor", 1.0), plan.get("k_factor", 1.0)) for plan in (own, other)]  # they are measured
+        return not own or (same and all(math.isclose(a, b, rel_tol=1e-3) for a, b in zip(*factors, strict=True)))
 
     def extra_repr(self) -> str:
         """The variant in words."""

@@ -14,14 +14,15 @@ from torch import nn
 
 from qkwatch.clip import QKClip
 from qkwatch.errors import QKWatchError, unknown
-from qkwatch.modules import clean_name, named_modules
+from qkwatch.modules import all_names, clean_name, named_modules
 from qkwatch.norms import Calibrate, QKNorm, Variant, get_variant
+from qkwatch.optim import remove_parameters, several
 from qkwatch.plan import CorePlan, RetrofitPlan, SitePlan, TapPlan, kind_of
 from qkwatch.probe import Refusal
 from qkwatch.refusals import check_plan, check_site, shared_taps
 from qkwatch.sharding import is_spread, shard_norms
 from qkwatch.sites import Site
-from qkwatch.stored import stored_keys
+from qkwatch.stored import stored_keys, weights_of
 from qkwatch.surgery import (
     CHILD,
     check_all_removable,
@@ -191,12 +192,19 @@ def _clip(model: nn.Module, sites: Sequence[Site], cap: float) -> RetrofitReport
     return RetrofitReport(named, clip.refused, dict(zip(named, drifts, strict=True)), clip=True)
 
 
-def undo_(model: nn.Module) -> list[str]:
-    """Take every patch away: the original functions, classes and state_dict keys. Returns the sites' names."""
+def undo_(model: nn.Module, optimizers: Any = (), schedulers: Any = ()) -> list[str]:
+    """Take every patch away: the original functions, classes and state_dict keys. Returns the sites' names.
+
+    Args:
+        model: the patched model.
+        optimizers: one or several that train its gains (`adopt_`): they let go of them, and of their groups.
+        schedulers: their learning-rate schedulers, one or several.
+    """
     check_all_removable(model)
-    patched = patched_sites(model)
+    patched, gains = patched_sites(model), [parameter for _, parameter in norm_parameters(model)]
     for name in patched:
         uninstall(model, name)
+    remove_parameters(several(optimizers), gains, several(schedulers))
     return patched
 
 
@@ -207,16 +215,18 @@ def restore_(model: nn.Module, checkpoint: str | os.PathLike[str] | Mapping[str,
     weights-only file does too.
 
     Args:
-        checkpoint: a state_dict, a Lightning checkpoint, or the path of either; also a safetensors file, or the
-            folder of a sharded checkpoint or of one that `transformers` saved.
+        checkpoint: a state_dict, a Lightning checkpoint or another mapping that holds one state_dict, or the path of
+            any of these; also a safetensors file, or the folder of a sharded checkpoint or of one that
+            `transformers` saved.
 
     Returns:
         The names of the sites that are patched now.
 
     Raises:
-        QKWatchError: the checkpoint was saved from another model; the message names the first mismatch.
+        QKWatchError: the checkpoint was saved from another model (the message names the first mismatch), holds no
+            weights or several sets of them, or cannot be read with ``weights_only=True``.
     """
-    state = checkpoint.get("state_dict", checkpoint) if isinstance(checkpoint, Mapping) else stored_keys(checkpoint)
+    state = weights_of(checkpoint) if isinstance(checkpoint, Mapping) else stored_keys(checkpoint)
     match_(model, plan_of(state))
     return patched_sites(model)
 
@@ -240,7 +250,12 @@ def match_(model: nn.Module, plan: RetrofitPlan, present: Mapping[str, Any] | No
         present: the state_dict about to be loaded; a patch is taken away only where it holds the site's weights.
     """
     modules = named_modules(model)
-    wanted = {site.site: site for site in plan.sites}
+    wanted = {site.site: site for site in plan.sites if site.site in modules}
+    if len(wanted) < len(plan.sites):  # state_dicts have all names of a module that has several
+        names = all_names(model)
+        for site in plan.sites:
+            name = names.get(site.site, site.site)
+            wanted.setdefault(name, site.moved(name))
     installed = {name: SitePlan.from_dict(child(modules[name]).get_plan()) for name in patched_sites(model)}
     stale = [
         name
