@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import warnings
+from collections.abc import Iterable
 from typing import Any
 
 from qkwatch.errors import QKWatchError, unknown
 from qkwatch.rules import Thresholds
-from qkwatch.variants import CALIBRATE, CLIP
+from qkwatch.variants import CALIBRATE, CLIP, get_variant
 
 
 def check_options(watch: Any) -> None:
@@ -22,22 +24,33 @@ def check_options(watch: Any) -> None:
             )
     if watch.rows not in ("all", "auto") and not _whole(watch.rows, 1):
         raise QKWatchError(f'QKWatch rows must be "all", "auto" or a whole number of at least 1, got {watch.rows!r}')
-    if not _positive(watch.cap):
-        raise QKWatchError(f"QKWatch cap must be a positive number, got {watch.cap!r}")
+    check_cap(watch.cap, watch.max_gain, "QKWatch")
     if watch.variant == CLIP and watch.ramp_steps:
         raise QKWatchError(f"QKWatch ramp_steps must be 0 with variant {CLIP!r}: it has no normed function to pass to")
-    if watch.max_gain is not None and not _positive(watch.max_gain):
-        raise QKWatchError(f"QKWatch max_gain must be a positive number or None, got {watch.max_gain!r}")
     if watch.budget is not None and not _positive(watch.budget):
         raise QKWatchError(f"QKWatch budget must be a positive number or None, got {watch.budget!r}")
     if watch.calibrate is not None and watch.calibrate not in CALIBRATE:
         raise unknown("QKWatch calibrate", watch.calibrate, (*CALIBRATE, None))
     if not isinstance(watch.thresholds, Thresholds):
         raise QKWatchError(f"QKWatch thresholds must be a Thresholds, got {type(watch.thresholds).__name__}")
-    patterns = [watch.layers] if isinstance(watch.layers, str) or watch.layers is None else list(watch.layers)
-    for pattern in patterns:
-        if pattern is not None and not isinstance(pattern, str):
-            raise QKWatchError(f"QKWatch layers must be globs over module names, got {pattern!r}")
+    several = isinstance(watch.layers, Iterable) and all(isinstance(pattern, str) for pattern in watch.layers)
+    if watch.layers is not None and not several:  # a string is both
+        raise QKWatchError(f"QKWatch layers must be a glob over module names, or several, got {watch.layers!r}")
+    idle = [
+        f"{name}={getattr(watch, name)!r}" for name in ("ramp_steps", "calibrate", "budget") if getattr(watch, name)
+    ]
+    if watch.variant != get_variant("l2"):
+        idle.insert(0, f"variant={getattr(watch.variant, 'name', watch.variant)!r}")
+    if watch.retrofit == "off" and idle:
+        warnings.warn(f'QKWatch: {", ".join(idle)} has no effect with retrofit="off"', stacklevel=4)
+
+
+def check_cap(cap: object, max_gain: object, where: str) -> None:
+    """Raises `QKWatchError` where one of them is no positive, finite number (None: no ceiling)."""
+    if not _positive(cap):
+        raise QKWatchError(f"{where} cap must be a positive, finite number, got {cap!r}")
+    if max_gain is not None and not _positive(max_gain):
+        raise QKWatchError(f"{where} max_gain must be a positive number or None, got {max_gain!r}")
 
 
 def _whole(value: object, least: int) -> bool:

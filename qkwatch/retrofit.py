@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -17,6 +16,7 @@ from qkwatch.errors import QKWatchError, unknown
 from qkwatch.modules import all_names, clean_name, named_modules
 from qkwatch.norms import Calibrate, QKNorm, Variant, get_variant
 from qkwatch.optim import remove_parameters, several
+from qkwatch.options import check_cap
 from qkwatch.plan import CorePlan, RetrofitPlan, SitePlan, TapPlan, kind_of
 from qkwatch.probe import Refusal
 from qkwatch.refusals import check_plan, check_site, shared_taps
@@ -124,10 +124,9 @@ def retrofit_(
         return _apply(model, plan if isinstance(plan, RetrofitPlan) else RetrofitPlan.from_dict(plan))
     if sites is None:
         raise QKWatchError("retrofit_ needs sites=find_sites(model, batch) or plan=...")
-    if not (cap > 0 and math.isfinite(cap)):
-        raise QKWatchError(f"cap must be positive and finite, got {cap!r}")
-    if max_gain is not None and not max_gain > 0:
-        raise QKWatchError(f"max_gain must be positive or None, got {max_gain!r}")
+    check_cap(cap, max_gain, "retrofit_")
+    if not all(isinstance(site, Site) for site in sites):
+        raise QKWatchError("the sites of retrofit_ come from find_sites(model, batch)")
     if calibrate not in CALIBRATE:
         raise unknown("calibrate", calibrate, CALIBRATE)
     if variant == CLIP:

@@ -128,10 +128,11 @@ def forecast(past: History, head: int, step: int, limits: Thresholds) -> Forecas
     slow, fast = (max(all_slopes[round(q * (len(all_slopes) - 1))], 0.0) for q in (0.1, 0.9))
     slow, fast = min(slow, slope / limits.forecast_factor), max(fast, slope * limits.forecast_factor)
     horizon = limits.forecast_horizon * (points[-1][0] - points[0][0])
+    reached = past.scales[0][-1].top[head] or 0.0  # the line may pass below it
 
     def steps(limit: float) -> tuple[float, float, float] | None:
         gap = limit - level
-        if gap <= 0 or gap / slope > horizon:
+        if limit <= reached or gap <= 0 or gap / slope > horizon:
             return None
         return gap / fast, gap / slope, gap / slow if slow else math.inf
 

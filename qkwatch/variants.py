@@ -118,7 +118,7 @@ class Variant:
         """
         return math.log2(seq_len * seq_len - seq_len) if self.start is None else self.start
 
-    def start_bound(self, head_dim: int, scale: float) -> float:
+    def start_bound(self, head_dim: int, scale: float, seq_len: int = 512) -> float:
         """Largest |logit| that uncalibrated gains allow, of a head of `head_dim` channels and a softmax scale.
 
         A norm over all heads bounds the mean over heads only.
@@ -126,7 +126,7 @@ class Variant:
         >>> get_variant("l2").start_bound(64, 0.125), get_variant("qwen3").start_bound(64, 0.125)
         (10.0, 8.0)
         """
-        start = self.start_value()
+        start = self.start_value(seq_len)
         if self.scale != "keep":
             return math.exp(start) if self.scale == "exp" else start
         gain = 1.0 if self.gain == "none" else abs(start + self.offset)

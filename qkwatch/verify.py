@@ -70,9 +70,11 @@ def calibrate_and_verify(site: Site, draft: SitePlan, *, cap: float, calibrate: 
         if further and not loose.factors:
             loose = replace(loose, factors=(FURTHER,))
     plan, factor, k_factor = draft, scale * q_ratio * k_ratio, 1.0
-    start = draft.variant.start_bound(draft.head_dim, factor)
+    length = max(2, *(lengths.shape[-1] for lengths in before.k))  # of the keys
+    start = draft.variant.start_bound(draft.head_dim, factor, length)
     if calibrate == "needed":
         calibrate = bool(loose) or start > cap
+    gains: dict[str, Tensor] = {}
     if calibrate:
         q_rms, k_rms = alone.reading.q_rms / q_ratio, alone.reading.k_rms / k_ratio
         largest = before.reading.product_logit
@@ -83,13 +85,16 @@ def calibrate_and_verify(site: Site, draft: SitePlan, *, cap: float, calibrate: 
             largest,
             draft.head_dim,
             factor,
-            cap,
+            cap if draft.max_gain is None or draft.variant.scale == "keep" else min(cap, draft.max_gain),
             k_heads=draft.k_heads,
             floor=start if calibrate == "raised" else 0.0,
         )
         norm.set_gains(gains)
-        plan = replace(plan, gains={key: value.tolist() for key, value in gains.items()})
         k_factor = _k_factor(norm, q_rms, k_rms, abs(factor)) if loose else 1.0
+    elif draft.variant.start is None and norm.q.gain is not None:  # it goes by the length of the keys
+        gains = {"q.gain": torch.full(norm.q.gain.shape, draft.variant.start_value(length))}
+        norm.set_gains(gains)
+    plan = replace(plan, gains={key: value.tolist() for key, value in gains.items()})
     if draft.variant.scale != "keep":
         plan = replace(plan, q_factor=1.0 / (factor * k_factor), k_factor=k_factor)
         norm.q.factor, norm.k.factor = plan.q_factor, plan.k_factor

@@ -58,7 +58,7 @@ class Watching(Guard):
         self.variant = CLIP if variant == CLIP else get_variant(variant)
         self.cap, self.max_gain, self.ramp_steps, self.calibrate = cap, max_gain, ramp_steps, calibrate
         self.budget, self.budget_steps = budget, budget_steps
-        self.thresholds, self.layers, self.rows = thresholds or Thresholds(), layers, rows
+        self.thresholds, self.layers, self.rows = Thresholds() if thresholds is None else thresholds, layers, rows
         self.console, self.on_error = console, on_error
         check_options(self)
         self._panels: Panels | None = None

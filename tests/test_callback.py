@@ -643,7 +643,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"rows": 0}, "rows"),
     ({"rows": True}, "rows"),
     ({"thresholds": {"saturated": 1}}, "Thresholds"),
+    ({"thresholds": {}}, "Thresholds"),
     ({"layers": [3]}, "layers"),
+    ({"layers": 3}, "layers"),
+    ({"layers": [None]}, "layers"),
 ]
 
 
@@ -651,6 +654,22 @@ BAD: list[tuple[dict[str, Any], str]] = [
 def test_bad_options_are_refused_at_construction(options: dict[str, Any], message: str) -> None:
     with pytest.raises(QKWatchError, match=message):
         QKWatch(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"variant": "qwen3"}, "variant='qwen3'"),
+        ({"budget": 0.1, "ramp_steps": 5}, "ramp_steps=5, budget=0.1"),
+        ({}, ""),
+    ],
+)
+def test_options_of_a_patch_that_is_not_asked_for_are_named(options: dict[str, Any], named: str) -> None:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        QKWatch(**options)
+        QKWatch(**options, retrofit="auto")
+    assert [str(w.message) for w in said] == ([f'QKWatch: {named} has no effect with retrofit="off"'] if named else [])
 
 
 @pytest.mark.parametrize("on_error", ["warn", "raise"])

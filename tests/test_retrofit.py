@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from typing import Any
 
 import pytest
@@ -436,10 +437,12 @@ def test_a_failing_verification_leaves_the_model_as_it_was(name, step, fault, mo
     ("options", "message"),
     [
         ({"variant": "l3"}, "unknown variant 'l3'.*'l2'"),
-        ({"cap": 0.0}, "cap must be positive"),
-        ({"cap": float("nan")}, "cap must be positive"),
-        ({"cap": float("inf")}, "cap must be positive"),
-        ({"max_gain": -1.0}, "max_gain must be positive"),
+        ({"cap": 0.0}, "cap must be a positive, finite number"),
+        ({"cap": float("nan")}, "cap must be a positive, finite number"),
+        ({"cap": float("inf")}, "cap must be a positive, finite number"),
+        ({"max_gain": -1.0}, "max_gain must be a positive number"),
+        ({"cap": "20"}, "cap must be a positive, finite number, got '20'"),
+        ({"max_gain": "20"}, "max_gain must be a positive number or None, got '20'"),
         ({"calibrate": "no"}, "unknown calibrate 'no'.*'raised'"),
     ],
 )
@@ -450,8 +453,31 @@ def test_bad_options_are_errors_before_anything_is_touched(options, message):
     with pytest.raises(QKWatchError, match=message):
         qkwatch.retrofit_(model, sites, **options)
     assert snapshot(model)["classes"] == before["classes"]
-    with pytest.raises(QKWatchError, match="find_sites"):
-        qkwatch.retrofit_(model)
+    for wrong in (None, args[0]):
+        with pytest.raises(QKWatchError, match="find_sites"):
+            qkwatch.retrofit_(model, wrong)
+
+
+def test_gains_start_at_their_ceiling_at_most():
+    """Stored above it they would have a way to go before they move."""
+    model, args, _ = make("tiny-flash")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(30.0)
+    sites = qkwatch.find_sites(model, *args)
+    for name in qkwatch.retrofit_(model, sites, cap=500.0, max_gain=50.0).applied:
+        gain = model.get_submodule(name).qk_norm.q.gain
+        torch.testing.assert_close(gain, torch.full_like(gain, 50.0))
+
+
+def test_henry_starts_by_the_length_of_the_keys():
+    model, args, _ = make("tiny-flash")
+    report = qkwatch.retrofit_(model, qkwatch.find_sites(model, *args), variant="henry", calibrate=False)
+    length = args[0].shape[1]
+    for site in report.plan.sites:
+        gain = model.get_submodule(site.site).qk_norm.q.gain
+        torch.testing.assert_close(gain, torch.full_like(gain, math.log2(length**2 - length)))
+        assert site.gains == {"q.gain": gain.tolist()}
 
 
 def test_sites_of_another_model_are_refused():

@@ -329,6 +329,16 @@ def test_forget_drops_the_past_of_a_patched_site_only():
     assert len(rules.update(40, both)) == 2
 
 
+def test_no_forecast_of_a_limit_that_is_passed():
+    """The line through the last readings may lie below the very last one."""
+    rules = Rules()
+    alerts = run(rules, [[v] for v in (20.0, 24.0, 31.0, 60.0, 101.0)])
+    (last,) = [a for a in alerts if a.step == 40 and a.rule == "rising"]
+    assert last.forecast is not None
+    assert last.forecast.steps_to[100.0] is None
+    assert "1,000 in" in last.message
+
+
 def test_a_rewound_run_or_a_site_rebuilt_with_other_heads_starts_anew():
     rules = Rules()
     run(rules, [[60.0]] * 4, start=100)
