@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from qkwatch.clip import QKClip
@@ -208,10 +209,10 @@ def undo_(model: nn.Module, optimizers: Any = (), schedulers: Any = ()) -> list[
 
 
 def restore_(model: nn.Module, checkpoint: str | os.PathLike[str] | Mapping[str, Any]) -> list[str]:
-    """Give ``model`` the patches (and no others) that a checkpoint's weights were saved with.
+    """Give ``model`` the patches (and no others) that a checkpoint's weights were saved with, and their gains.
 
-    Afterwards ``load_state_dict(strict=True)`` fits. The state_dict's own keys say what is needed, so a
-    weights-only file does too.
+    Afterwards ``load_state_dict(strict=True)`` fits; all other weights are left to it. The state_dict's own keys say
+    what is needed, so a weights-only file does too.
 
     Args:
         checkpoint: a state_dict, a Lightning checkpoint or another mapping that holds one state_dict, or the path of
@@ -227,6 +228,13 @@ def restore_(model: nn.Module, checkpoint: str | os.PathLike[str] | Mapping[str,
     """
     state = weights_of(checkpoint) if isinstance(checkpoint, Mapping) else stored_keys(checkpoint)
     match_(model, plan_of(state))
+    stored = {clean_name(key): value for key, value in state.items()}
+    with torch.no_grad():
+        for name, parameter in norm_parameters(model):
+            value = stored.get(name)
+            fits = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+            if fits and not hasattr(parameter, "device_mesh"):  # of a sharded model the loader does it
+                parameter.copy_(value)
     return patched_sites(model)
 
 

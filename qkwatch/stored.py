@@ -14,11 +14,11 @@ from torch import Tensor
 
 from qkwatch.errors import QKWatchError
 
-_PLAN = "qk_norm.plan"  # how the keys end that say what is patched
+_OURS = ("plan", "q.gain", "q.bias", "k.gain", "k.bias")  # what a patch brings, behind "qk_norm."
 
 
 def stored_keys(path: str | os.PathLike[str]) -> Mapping[str, Any]:
-    """The keys of the stored weights; of folders and safetensors only the ``...qk_norm.plan`` entries are read.
+    """The keys of the stored weights; of folders and safetensors only what patches brought is read, the rest is None.
 
     Raises:
         QKWatchError: a folder without a checkpoint in it; a file as in `load` and `weights_of`.
@@ -86,7 +86,7 @@ def _safetensors(file: Path) -> dict[str, Tensor | None]:
     from safetensors import safe_open
 
     with safe_open(file, "pt") as stored:
-        return {key: stored.get_tensor(key) if key.endswith(_PLAN) else None for key in stored.keys()}  # noqa: SIM118
+        return {key: stored.get_tensor(key) if _is_ours(key) else None for key in stored.keys()}  # noqa: SIM118
 
 
 def _sharded(folder: Path) -> dict[str, Tensor | None]:
@@ -98,11 +98,15 @@ def _sharded(folder: Path) -> dict[str, Tensor | None]:
     root, reader = "state_dict.", FileSystemReader(folder)
     entries = reader.read_metadata().state_dict_metadata
     kept = {key: entry for key, entry in entries.items() if key.startswith(root)} or entries
-    plans: dict[str, Any] = {
-        key: torch.empty(entry.size, dtype=torch.uint8)
+    ours: dict[str, Any] = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
         for key, entry in kept.items()
-        if key.endswith(_PLAN) and isinstance(entry, TensorStorageMetadata)
+        if _is_ours(key) and isinstance(entry, TensorStorageMetadata)
     }
-    if plans:
-        load(plans, storage_reader=reader, no_dist=True)
-    return {key.removeprefix(root): plans.get(key) for key in kept}
+    if ours:
+        load(ours, storage_reader=reader, no_dist=True)
+    return {key.removeprefix(root): ours.get(key) for key in kept}
+
+
+def _is_ours(key: str) -> bool:
+    return f".{key}".endswith(tuple(f".qk_norm.{name}" for name in _OURS))

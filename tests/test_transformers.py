@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from processes import together
+from safetensors.torch import load_file
 from test_callback import nothing_is_attached
 from tiny import assert_same, weights
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
@@ -55,7 +56,8 @@ def trainer(folder: Path, model: Any, *callbacks: Any, **options: Any) -> Traine
         **options,
     }
     data: Any = [{"input_ids": ids, "labels": ids} for ids in IDS]
-    return Trainer(model, TrainingArguments(str(folder), **settings), train_dataset=data, callbacks=list(callbacks))
+    sets = {"train_dataset": data, "eval_dataset": data[:8]}
+    return Trainer(model, TrainingArguments(str(folder), **settings), callbacks=list(callbacks), **sets)
 
 
 class Notes(TrainerCallback):
@@ -149,7 +151,8 @@ def test_a_patch_in_mid_run_keeps_the_optimizer_s_state(retrofit: str, tmp_path:
 
 @pytest.mark.parametrize("options", [{}, {"optim": "adafactor"}, {"lr_scheduler_type": "cosine"}])
 @pytest.mark.parametrize("ramp_steps", [0, 4])
-def test_resume_goes_on_bit_for_bit(options: dict[str, Any], ramp_steps: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_resume_goes_on_bit_for_bit(options: dict[str, Any], ramp_steps: int, by_hand: bool, tmp_path: Path) -> None:
     settings = {"save_strategy": "steps", "save_steps": 1, **options}
     model, callback = llama(sharp=True), watch(retrofit="auto", ramp_steps=ramp_steps)
     trainer(tmp_path, model, callback, **settings).train()
@@ -157,16 +160,97 @@ def test_resume_goes_on_bit_for_bit(options: dict[str, Any], ramp_steps: int, tm
     for step in (1, 3, 4):
         folder = tmp_path / f"checkpoint-{step}"
         model, callback = llama(), watch(retrofit="auto", ramp_steps=ramp_steps)
-        assert qkwatch.restore_(model, folder) == (SITES if step > 1 else [])
+        if by_hand:
+            assert qkwatch.restore_(model, folder) == (SITES if step > 1 else [])
         trainer(tmp_path / "again", model, callback, **settings).train(resume_from_checkpoint=str(folder))
         assert_same(weights(model), straight)
         assert callback.state() == kept
 
 
+@pytest.mark.parametrize("patched", [True, False])
+def test_the_best_model_is_loaded_as_it_was_saved(patched: bool, tmp_path: Path) -> None:
+    """Also where it was saved before the patch."""
+    model, callback = llama(sharp=True), watch(retrofit="now" if patched else "auto", every_n_steps=4)
+    settings = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 8}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_rank", "greater_is_better": patched}
+    run = trainer(tmp_path, model, callback, **settings, **best)
+    evaluate = run.evaluation_loop
+
+    def ranked(*args: Any, **options: Any) -> Any:
+        output = evaluate(*args, **options)
+        output.metrics["eval_rank"] = run.state.global_step
+        return output
+
+    run.evaluation_loop = ranked
+    run.train()
+    folder = run.state.best_model_checkpoint
+    assert folder.endswith("-8" if patched else "-1")
+    assert len(callback.retrofits) == 1
+    assert patched_sites(model) == (SITES if patched else [])
+    reference = llama()
+    qkwatch.restore_(reference, folder)
+    reference.load_state_dict(load_file(Path(folder) / "model.safetensors"))
+    assert_same(weights(model), weights(reference))
+    nothing_is_attached(model)
+
+
+def test_adapters_alone_would_lose_the_gains(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(llama(sharp=True), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    callback = watch(retrofit="now")
+    trainer(tmp_path, model, callback).train()
+    [entry] = callback.retrofits
+    assert not entry.report.applied
+    assert all("merge_and_unload" in reason for reason in entry.report.refused.values())
+
+
+def test_what_is_logged_is_the_worst_since_the_last_time(tmp_path: Path) -> None:
+    callback = watch(every_n_steps=1)
+    run = trainer(tmp_path, llama(sharp=True), callback, logging_steps=3)
+    run.train()
+    logged = [record for record in run.state.log_history if "qkwatch/max_logit" in record]
+    assert [record["step"] for record in logged] == [3, 6]
+    for record, steps in zip(logged, (range(3), range(3, 6)), strict=True):
+        readings = [r for step, found in callback.history if step in steps for r in found]
+        assert record["qkwatch/max_logit"] == max(float(r.max_logit.max()) for r in readings)
+        assert record["qkwatch/min_entropy"] == min(float(r.entropy.min()) for r in readings)
+    assert logged[0]["qkwatch/alert_level"] == max(a.level for a in callback.alerts if a.step < 3)
+
+
+def test_panels_beside_the_trainer_s_own_tensorboard(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    callback = watch(retrofit="now")
+    trainer(tmp_path, llama(sharp=True), callback, report_to=["tensorboard"]).train()
+    log = EventAccumulator(str(next(tmp_path.glob("runs/qkwatch/*")))).Reload()
+    points = {event.step: event.value for event in log.Scalars("qkwatch/max_logit")}
+    assert points == pytest.approx(
+        {step: max(float(r.max_logit.max()) for r in readings) for step, readings in callback.history}
+    )
+    assert "qkwatch/retrofits/text_summary" in log.Tags()["tensors"]
+
+
+def test_what_is_said_does_not_break_the_progress_bar(tmp_path: Path, capsys: Any) -> None:
+    trainer(tmp_path, llama(sharp=True), watch(console=True), disable_tqdm=False).train()
+    said = capsys.readouterr()
+    assert "qkwatch WARN" in said.out
+    assert all(line.startswith("\r") or "it/s" not in line for line in said.out.split("\n"))
+
+
+def test_log_is_a_function_and_has_a_name() -> None:
+    with pytest.raises(QKWatchError, match=r"trainer\.log"):
+        QKWatchCallback(log=10)  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        QKWatchCallback(10)  # type: ignore[misc]
+
+
 def test_resume_without_the_patch_says_what_to_do(tmp_path: Path) -> None:
+    """Of a callback that the Trainer was not made with: it cannot patch the model before it loads."""
     settings = {"save_strategy": "steps", "save_steps": 3, "save_only_model": True}
     trainer(tmp_path, llama(sharp=True), watch(retrofit="now"), **settings).train()
-    run = trainer(tmp_path, llama(sharp=True), watch(), **settings)
+    run = trainer(tmp_path, llama(sharp=True), **settings)
+    run.add_callback(watch())
     with pytest.raises(QKWatchError, match=r"qkwatch\.restore_"):
         run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
 
@@ -187,12 +271,11 @@ def test_the_trainer_may_make_the_callback_anew(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_for_inference(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
     model = llama(sharp=True)
     trainer(tmp_path, model, watch(retrofit="now"), save_strategy="steps", save_steps=6).train()
     fresh, file = llama(), tmp_path / "checkpoint-6" / "model.safetensors"
     assert qkwatch.restore_(fresh, file) == SITES
+    assert_same(dict(norm_parameters(fresh)), dict(norm_parameters(model)))
     fresh.load_state_dict(load_file(file))
     assert torch.equal(fresh.eval()(IDS[:2]).logits, model.eval()(IDS[:2]).logits)
     with pytest.raises(QKWatchError, match="neither"):
