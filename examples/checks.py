@@ -1,4 +1,4 @@
-"""Everything that one model is put through in `coverage.py`, and what came of it."""
+"""Everything that one model is put through in `survey.py`, and what came of it."""
 
 from __future__ import annotations
 

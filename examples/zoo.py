@@ -1,4 +1,4 @@
-"""Small models of every kind, built without downloads: what `coverage.py` studies.
+"""Small models of every kind, built without downloads: what `survey.py` studies.
 
 Each entry is a name and a function that builds a model and inputs for it. Nothing here knows how a model attends.
 """

@@ -21,7 +21,7 @@ from qkwatch.options import check_cap
 from qkwatch.plan import CorePlan, RetrofitPlan, SitePlan, TapPlan, kind_of
 from qkwatch.probe import Refusal
 from qkwatch.refusals import check_plan, check_site, shared_taps
-from qkwatch.sharding import is_spread, shard_norms
+from qkwatch.sharding import is_shard, is_spread, shard_norms
 from qkwatch.sites import Site
 from qkwatch.stored import stored_keys, weights_of
 from qkwatch.surgery import (
@@ -232,9 +232,8 @@ def restore_(model: nn.Module, checkpoint: str | os.PathLike[str] | Mapping[str,
     with torch.no_grad():
         for name, parameter in norm_parameters(model):
             value = stored.get(name)
-            fits = isinstance(value, torch.Tensor) and value.shape == parameter.shape
-            if fits and not hasattr(parameter, "device_mesh"):  # of a sharded model the loader does it
-                parameter.copy_(value)
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and not is_shard(parameter):
+                parameter.copy_(value)  # the loader does it for shards
     return patched_sites(model)
 
 

@@ -99,5 +99,10 @@ def shard_norms(model: nn.Module) -> None:
             fully_shard(norm, mesh=mesh, reshard_after_forward=True)
 
 
+def is_shard(parameter: nn.Parameter) -> bool:
+    """Whether this rank holds a part of it only."""
+    return hasattr(parameter, "device_mesh")
+
+
 def _mesh(module: nn.Module) -> Any:
-    return next((p.device_mesh for p in module.parameters() if hasattr(p, "device_mesh")), None)
+    return next((getattr(p, "device_mesh", None) for p in module.parameters() if is_shard(p)), None)

@@ -1,4 +1,4 @@
-"""A sample of `examples/coverage.py`: hard structures of every package, held to what is known of them."""
+"""A sample of `examples/survey.py`: hard structures of every package, held to what is known of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import checks
-import coverage as study_script
+import survey
 import zoo
 
 NORMED = "normed already"
@@ -98,7 +98,7 @@ def test_tally_counts() -> None:
         checks.Result("p", "b", built=True, cores=1, sites=0, faults=["1 attentions ran, 0 were read"], error=9.0),
         checks.Result("p", "c", note="too large"),
     ]
-    totals = study_script.tally(results)
+    totals = survey.tally(results)
     assert (totals["tried"], totals["built"], totals["with softmax attention"], totals["found"]) == (3, 2, 2, 1)
     assert (totals["readings right"], totals["sites"], totals["verified"]) == (1, 2, 1)
     assert totals["refused"] == {"why": 1}

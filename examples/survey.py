@@ -1,8 +1,8 @@
 """Which attention does qkwatch find, read and patch? Over every model that can be built small, without downloads.
 
-    python examples/coverage.py                          # all packages: an hour or so on one core
-    python examples/coverage.py --package timm --filter 'swin*'
-    python examples/coverage.py --jobs 4 --json coverage.json
+    python examples/survey.py                          # all packages: an hour or so on one core
+    python examples/survey.py --package timm --filter 'swin*'
+    python examples/survey.py --jobs 4 --json survey.json
 
 Each model runs in a process of its own, under a time limit. For each one:
 
