@@ -16,10 +16,11 @@ from rich.text import Text
 from torch import Tensor
 
 from qkwatch.errors import QKWatchError
+from qkwatch.names import abbreviate, short_sites, site_label
 from qkwatch.norms import QKNorm
 from qkwatch.optim import GROUP_KEY
 from qkwatch.plan import SitePlan
-from qkwatch.report import STYLES, abbreviate, short_sites
+from qkwatch.report import STYLES
 from qkwatch.retrofit import CHILD
 from qkwatch.rules import Level
 from qkwatch.stored import load, weights_of
@@ -88,7 +89,7 @@ def render(checkpoint: Mapping[str, Any]) -> RenderableType:
     parts: list[RenderableType] = [Text(head, style="bold")]
     if found:
         sites = f"{len(found)} site{'' if len(found) == 1 else 's'} patched"
-        parts += [Text(f"{sites}: {', '.join(abbreviate([p.site or '(the model itself)' for p in found]))}")]
+        parts += [Text(f"{sites}: {', '.join(abbreviate([site_label(p.site) for p in found]))}")]
         parts.append(patch_table(found))
     else:
         parts.append(Text("no qkwatch patch"))

@@ -17,7 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from qkwatch.errors import QKWatchError
-from qkwatch.report import STYLES, short_sites
+from qkwatch.names import short_sites
+from qkwatch.report import STYLES
 from qkwatch.rules import Level
 
 Points = list[tuple[int, float]]  # (step, value), in steps' order

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .heatmaps import ABSENT, ENTROPY, LOGITS, UNKNOWN, History, Pixels, heat_map, short_names
+from .names import ranges
 
 if TYPE_CHECKING:
     from .reading import Reading
@@ -122,7 +123,7 @@ class Panels:
         for alert in alerts:
             forecast = "" if alert.forecast is None else alert.forecast.text()
             site = {"": "model", "*": "all layers"}.get(alert.site, alert.site)
-            cells = (site, _ranges(alert.heads), alert.rule, alert.message, forecast)
+            cells = (site, ranges(alert.heads), alert.rule, alert.message, forecast)
             rows.append(f"| **{alert.level.name}** | " + " | ".join(map(escape, cells)) + " |")
         if alerts:
             self._each(lambda logger: _write(logger, "add_text", "qkwatch/alerts", "\n".join(rows), step))
@@ -275,14 +276,3 @@ def _write(logger: Any, method: str, *args: Any) -> None:
     experiment = getattr(logger, "experiment", None)
     if hasattr(experiment, "add_text") and hasattr(experiment, method):
         getattr(experiment, method)(*args)
-
-
-def _ranges(heads: Iterable[int]) -> str:
-    """`0-2, 5` for (0, 1, 2, 5)."""
-    runs: list[list[int]] = []
-    for head in sorted(heads):
-        if runs and head == runs[-1][1] + 1:
-            runs[-1][1] = head
-        else:
-            runs.append([head, head])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

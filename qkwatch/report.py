@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from io import StringIO
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from rich import get_console
 from rich.box import SIMPLE_HEAD
@@ -14,6 +14,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
+from qkwatch.names import abbreviate, few, short_sites, site_label
 from qkwatch.rules import ALL_SITES, Alert, Level
 
 if TYPE_CHECKING:
@@ -56,7 +57,6 @@ _DROP = (
     "grad signal",
     "entropy",
 )  # in this order, where the terminal is narrow
-_LONGEST = 28  # characters of a site's name in a table
 
 
 class Report(Protocol):
@@ -67,7 +67,7 @@ class Report(Protocol):
     @property
     def refused(self) -> Mapping[str, str]: ...
     @property
-    def drift(self) -> Any: ...
+    def drift(self) -> Mapping[str, float]: ...
     @property
     def clip(self) -> bool: ...
     @property
@@ -84,6 +84,27 @@ def alert_text(alert: Alert) -> Text:
     text = Text("qkwatch ", style="bold")
     text.append(alert.level.name, style=STYLES[alert.level])
     return text.append(f" step {alert.step:,}: {alert.message}", style="not bold")
+
+
+def alert_texts(alerts: Sequence[Alert]) -> list[Text]:
+    """A step's alerts, those of one rule in one text: the first in full, of the others the layers.
+
+    >>> from qkwatch.rules import Alert, Level
+    >>> one = [Alert(Level.WARN, 30, f"h.{i}", (1,), "early", f"h.{i}: head 1: max logit above 50") for i in range(4)]
+    >>> [text.plain for text in alert_texts(one)]
+    ['qkwatch WARN step 30: h.0: head 1: max logit above 50; likewise at 3 more layers: h.1-3']
+    """
+    rules: dict[tuple[Level, str], list[Alert]] = {}
+    for alert in alerts:
+        rules.setdefault((alert.level, alert.rule), []).append(alert)
+    texts = []
+    for first, *others in rules.values():
+        text = alert_text(first)
+        if others:
+            names = few(abbreviate([site_label(alert.site) for alert in others]))
+            text.append(f"; likewise at {len(others)} more layer{'s' if len(others) > 1 else ''}: {names}", "not bold")
+        texts.append(text)
+    return texts
 
 
 def reading_table(readings: Sequence[Reading], *, title: str = "attention", most: int = 24) -> RenderableType:
@@ -136,23 +157,33 @@ class _ReadingTable:
             notes.append("~ from a sample of the query rows")
         if any("-" in self.cells[column][i].plain.split(", ") for column in columns for i in range(len(self.rows))):
             notes.append(f"- {NOT_MEASURED}")
+        if any(r.heads > 1 for r in self.rows):
+            notes.append("(n) the head")
         return notes
 
 
-def retrofit_text(report: Report) -> Text:
-    """What a retrofit did: sites patched, the drift that was measured, what stays unbounded, and each refusal."""
-    text = Text("qkwatch retrofit: ", style="bold")
+def retrofit_text(report: Report, *, after: int | None = None, ramp_steps: int = 0) -> Text:
+    """What a retrofit did: sites patched, how far their outputs changed, what stays unbounded, and each refusal.
+
+    Args:
+        report: of `retrofit_`, or of a callback's retrofits.
+        after: the step after which it was made.
+        ramp_steps: over so many steps the change comes about.
+    """
+    text = Text(f"qkwatch retrofit{'' if after is None else f' after step {after:,}'}: ", style="bold")
     done = "under QK-clip" if report.clip else "patched"
-    text.append(f"{_count(len(report.applied), 'site')} {done}", style="green" if report.applied else "yellow")
-    text.append(f", {len(report.refused)} refused; drift {_drift(report.drift)}", style="not bold")
+    with_ = f" with {' and '.join(variants)}" if (variants := _variants(report)) else ""
+    text.append(f"{_count(len(report.applied), 'site')} {done}{with_}", style="green" if report.applied else "yellow")
+    ramp = f", over {ramp_steps:,} steps" if ramp_steps and report.applied else ""
+    text.append(f", {len(report.refused)} refused{_drift(report.drift)}{ramp}", style="not bold")
     if report.applied:
-        text.append(f"\n  {done}: {_few(abbreviate([_site(name) for name in report.applied]))}", style="not bold")
+        text.append(f"\n  {done}: {few(abbreviate([site_label(name) for name in report.applied]))}", style="not bold")
     for what, told, style in (("note", report.notes, "not bold"), ("refused", report.refused, "yellow not bold")):
         by_reason: dict[str, list[str]] = {}
         for name, reason in told.items():
-            by_reason.setdefault(reason, []).append(_site(name))
+            by_reason.setdefault(reason, []).append(site_label(name))
         for reason, names in by_reason.items():
-            text.append(f"\n  {what}: {_few(abbreviate(names))}: {reason}", style=style)
+            text.append(f"\n  {what}: {few(abbreviate(names))}: {reason}", style=style)
     return text
 
 
@@ -223,67 +254,8 @@ def _tqdm_is_open(bar: object | None) -> bool:
     return False
 
 
-def short_sites(names: Sequence[str]) -> tuple[list[str], str]:
-    """Names without the dotted parts that all share, and a note of what those are ("" for none).
-
-    >>> short_sites(["net.layers.0.attn", "net.layers.1.attn"])
-    (['layers.0', 'layers.1'], 'names without net. and .attn')
-    """
-    parts = [_site(name).split(".") for name in names]
-    head, tail = list[str](), list[str]()
-    if len(set(names)) > 1:
-        while all(len(p) > 2 and p[:2] == parts[0][:2] for p in parts):  # one shared part in front stays
-            head.append(parts[0][0])
-            parts = [p[1:] for p in parts]
-        while all(len(p) > 1 and p[-1] == parts[0][-1] for p in parts):
-            tail.insert(0, parts[0][-1])
-            parts = [p[:-1] for p in parts]
-    gone = [word for word in (".".join([*head, ""]), ".".join(["", *tail])) if word]
-    short = [".".join(p) for p in parts]
-    short = [name if len(name) <= _LONGEST else "…" + name[1 - _LONGEST :] for name in short]
-    return short, f"names without {' and '.join(gone)}" if gone else ""
-
-
-def abbreviate(names: Sequence[str]) -> list[str]:
-    """Names that differ in one number only, as one.
-
-    >>> abbreviate(["h.0.attn", "h.1.attn", "h.2.attn", "h.7.attn", "cross"])
-    ['h.0-2,7.attn', 'cross']
-    """
-    rows = [tuple(name.split(".")) for name in names]
-    for place in reversed(range(max(map(len, rows), default=0))):
-        groups: dict[tuple[object, ...], list[tuple[str, ...]]] = {}
-        for row in rows:
-            numbered = place < len(row) and row[place].isdigit()
-            groups.setdefault((row[:place], row[place + 1 :]) if numbered else row, []).append(row)
-        rows = [
-            (*g[0][:place], _ranges([r[place] for r in g]), *g[0][place + 1 :]) if len(g) > 1 else g[0]
-            for g in groups.values()
-        ]
-    return [".".join(row) for row in rows]
-
-
-def _ranges(numbers: Sequence[str]) -> str:
-    runs: list[list[int]] = []
-    for number in sorted(set(map(int, numbers))):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-
-
-def _site(name: str) -> str:
-    return name or "(the model itself)"
-
-
 def _count(n: int, noun: str) -> str:
     return f"{n:,} {noun}{'' if n == 1 else 's'}"
-
-
-def _few(names: Sequence[str], most: int = 8) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 def _severity(reading: Reading) -> float:
@@ -304,23 +276,27 @@ def _largest(values: Tensor) -> str:
     return f"{max(numbers):.3g}" if (numbers := [v for v in values.tolist() if not math.isnan(v)]) else "-"
 
 
-def _drift(drift: Any) -> str:
-    """A number, or named numbers (of more than two: the worst and the median), or nothing: in words."""
-    if drift is None or (isinstance(drift, Mapping) and not drift):
-        return NOT_MEASURED
-    if isinstance(drift, Mapping):
-        if len(drift) > 2:
-            worst = max(drift, key=lambda name: -1.0 if math.isnan(drift[name]) else drift[name])
-            return f"at worst {_drift(drift[worst])} ({_site(worst)}), median {_drift(median(drift.values()))}"
-        return ", ".join(f"{name} {_drift(value)}" for name, value in drift.items())
-    if isinstance(drift, (int, float)):
-        return NOT_MEASURED if math.isnan(drift) else f"{drift:.3g}"
-    return str(drift)
+def _variants(report: Report) -> list[str]:
+    """The variants of the plan, each once."""
+    plan = getattr(report, "plan", None)
+    return list(dict.fromkeys(site.variant.name for site in plan.sites)) if plan is not None else []
+
+
+def _drift(drift: Mapping[str, float]) -> str:
+    """How far the outputs of the patched layers changed, where that was measured."""
+    known = {name: value for name, value in drift.items() if not math.isnan(value)}
+    if not known:
+        return ""
+    worst = max(known, key=lambda name: known[name])
+    if len(known) == 1:
+        return f"; its output changes by {known[worst]:.2g} of its size"
+    middle = median(known.values())
+    return f"; their outputs change by {middle:.2g} of their size (median), {known[worst]:.2g} at {site_label(worst)}"
 
 
 def _level_line(level: Level, alerts: Sequence[Alert]) -> Text:
     first = min(alerts, key=lambda a: a.step)
-    where = "all sites" if first.site == ALL_SITES else _site(first.site)
+    where = "all sites" if first.site == ALL_SITES else site_label(first.site)
     sites = len({a.site for a in alerts if a.site != ALL_SITES})
     text = Text("  ").append(level.name, style=STYLES[level])
     across = f" at {_count(sites, 'site')}" if sites else ""

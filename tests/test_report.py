@@ -6,12 +6,12 @@ import math
 import re
 from dataclasses import dataclass, field
 from io import StringIO
-from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
+from qkwatch import names as names_of
 from qkwatch import report
 from qkwatch.reading import Reading
 from qkwatch.report import alert_text, reading_table, retrofit_text, say, summary
@@ -24,7 +24,7 @@ NAN = math.nan
 class FakeReport:
     applied: list[str] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
-    drift: Any = None
+    drift: dict[str, float] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
     clip: bool = False
 
@@ -68,6 +68,18 @@ def test_alert_text_is_markup_safe_and_coloured_by_level():
     assert len({report.STYLES[level] for level in Level}) == 4
 
 
+def test_alerts_of_one_rule_are_one_text():
+    alerts = [Alert(Level.WARN, 50, f"h.{i}.attn", (0,), "rising", f"h.{i}.attn: head 0: rising") for i in (3, 0, 1)]
+    alerts += [Alert(Level.WARN, 50, "h.3.attn", (0,), "early", "h.3.attn: head 0: early")]
+    alerts += [Alert(Level.FATAL, 50, "h.[7]", (0,), "max_logit", "h.[7]: head 0: above 10,000")]
+    assert [text.plain for text in report.alert_texts(alerts)] == [
+        "qkwatch WARN step 50: h.3.attn: head 0: rising; likewise at 2 more layers: h.0-1.attn",
+        "qkwatch WARN step 50: h.3.attn: head 0: early",
+        "qkwatch FATAL step 50: h.[7]: head 0: above 10,000",
+    ]
+    assert report.alert_texts([]) == []
+
+
 def test_reading_table_golden():
     rows = [reading(), reading("enc[1].attn", (1234.5, math.inf), exact=False, entropy=(NAN, NAN))]
     assert lines(reading_table(rows, title="step 30"), 80) == [
@@ -77,7 +89,8 @@ def test_reading_table_golden():
         "─────────────────────────────────────────────────────────────────────────────",
         "layers.0      2  34.25 (0)  30 (0)  0.12 (1)    54% (1)  0.031 (1)  2.5, 1.5",
         "~enc[1]       2    inf (1)  30 (0)         -    54% (1)  0.031 (1)  2.5, 1.5",
-        "   names without .attn; ~ from a sample of the query rows; - not measured",
+        " names without .attn; ~ from a sample of the query rows; - not measured; (n)",
+        "                                  the head",
     ]
 
 
@@ -126,7 +139,7 @@ def test_long_tables_keep_the_worst_in_model_order_and_say_what_is_left_out(n):
     ],
 )
 def test_short_sites(names, short, note):
-    assert report.short_sites(names) == (short, note)
+    assert names_of.short_sites(names) == (short, note)
 
 
 @pytest.mark.parametrize(
@@ -140,24 +153,28 @@ def test_short_sites(names, short, note):
     ],
 )
 def test_abbreviate(names, brief):
-    assert report.abbreviate(names) == brief
+    assert names_of.abbreviate(names) == brief
 
 
 def test_retrofit_text_golden():
-    done = FakeReport(["h.0[x]", "h.1"], {"h.2": "no projection owns k"}, {"outputs": 0.0123, "loss": NAN})
+    done = FakeReport(["h.0[x]", "h.1"], {"h.2": "no projection owns k"}, {"h.0[x]": 0.0123, "h.1": NAN})
     assert lines(retrofit_text(done)) == [
-        "qkwatch retrofit: 2 sites patched, 1 refused; drift outputs 0.0123, loss not measured",
+        "qkwatch retrofit: 2 sites patched, 1 refused; its output changes by 0.012 of its size",
         "  patched: h.0[x], h.1",
         "  refused: h.2: no projection owns k",
     ]
-    noted = FakeReport(["h.0", "h.1"], {}, 0.002, {"h.0": "but not against 'u'", "h.1": "but not against 'u'"})
+    assert lines(retrofit_text(done, after=1031, ramp_steps=20))[0] == (
+        "qkwatch retrofit after step 1,031: 2 sites patched, 1 refused; its output changes by 0.012 of its"
+    )
+    noted = FakeReport(["h.0", "h.1"], {}, {}, {"h.0": "but not against 'u'", "h.1": "but not against 'u'"})
     assert lines(retrofit_text(noted))[1:] == ["  patched: h.0-1", "  note: h.0-1: but not against 'u'"]
-    nothing = "qkwatch retrofit: 0 sites patched, 0 refused; drift not measured"
+    nothing = "qkwatch retrofit: 0 sites patched, 0 refused"
     assert lines(retrofit_text(FakeReport())) == [nothing]
     names = [f"h.{i}" for i in range(12)]
     many = FakeReport(names, {"g.0": "no k", "g.1": "no k", "c": "x"}, {n: i / 100 for i, n in enumerate(names)})
     assert lines(retrofit_text(many)) == [
-        "qkwatch retrofit: 12 sites patched, 3 refused; drift at worst 0.11 (h.11), median 0.055",
+        "qkwatch retrofit: 12 sites patched, 3 refused; their outputs change by 0.055 of their size (median),",
+        "0.11 at h.11",
         "  patched: h.0-11",
         "  refused: g.0-1: no k",
         "  refused: c: x",
@@ -171,12 +188,12 @@ def test_summary_golden():
         Alert(Level.WARN, 40, "*", (), "collapse", ""),
         Alert(Level.FATAL, 1500, "h.0", (1,), "max_logit", ""),
     ]
-    text = lines(summary(sites=2, readings=150, alerts=alerts, retrofits=[FakeReport(["h.0"], {}, 0.002)]))
+    text = lines(summary(sites=2, readings=150, alerts=alerts, retrofits=[FakeReport(["h.0"], {}, {"h.0": 0.002})]))
     assert text == [
         "qkwatch watched 2 sites on 150 steps",
         "  FATAL 1 at 1 site, first at step 1,500 (h.0: max_logit)",
         "  WARN 3 at 2 sites, first at step 20 (h[1]: doubling)",
-        "qkwatch retrofit: 1 site patched, 0 refused; drift 0.002",
+        "qkwatch retrofit: 1 site patched, 0 refused; its output changes by 0.002 of its size",
         "  patched: h.0",
     ]
     calm = lines(summary(sites=1, readings=1, alerts=[], last=[reading()]))
