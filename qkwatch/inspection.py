@@ -15,7 +15,6 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from qkwatch.errors import QKWatchError
 from qkwatch.names import abbreviate, short_sites, site_label
 from qkwatch.norms import QKNorm
 from qkwatch.optim import GROUP_KEY
@@ -23,7 +22,7 @@ from qkwatch.plan import SitePlan
 from qkwatch.report import STYLES
 from qkwatch.retrofit import CHILD
 from qkwatch.rules import Level
-from qkwatch.stored import load, weights_of
+from qkwatch.stored import load, stored_keys, weights_of
 from qkwatch.variants import Variant
 
 _ALERTS_SHOWN = 40
@@ -70,10 +69,13 @@ def _effective(plan: SitePlan, stored: Tensor | None) -> Tensor | None:
 
 
 def print_inspection(path: str | os.PathLike[str]) -> None:
-    """Print what is in a file. Raises `QKWatchError` as `load` and `weights_of`, and for a folder."""
-    if Path(path).is_dir():
-        raise QKWatchError(f"{path} is a folder (a sharded checkpoint?); inspect reads single files")
-    checkpoint = load(path)
+    """Print what is in a checkpoint: a file of torch's, safetensors, or a folder of either.
+
+    Raises:
+        QKWatchError: as `load`, `stored_keys` and `weights_of`.
+    """
+    whole = not (Path(path).is_dir() or Path(path).suffix == ".safetensors")
+    checkpoint = load(path) if whole else stored_keys(path)
     get_console().print(render(checkpoint))
 
 
@@ -82,7 +84,7 @@ def render(checkpoint: Mapping[str, Any]) -> RenderableType:
     state = weights_of(checkpoint)
     lightning = state is checkpoint.get("state_dict")
     found = patches(state)
-    weights = sum(isinstance(value, Tensor) for value in state.values())
+    weights = sum(value is None or isinstance(value, Tensor) for value in state.values())  # None: stored, not read
     head = f"{'Lightning checkpoint' if lightning else 'state_dict'} of {weights:,} tensors"
     if "global_step" in checkpoint:
         head += f", step {checkpoint['global_step']:,}"

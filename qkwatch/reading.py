@@ -27,27 +27,53 @@ COLUMNS = MAXIMA + SUMS
 
 @dataclass(frozen=True)
 class Reading:
-    """One site's per-head statistics at one step. Tensors: float32, on the CPU, `(H,)`; nan = not measured."""
+    """One site's per-head statistics at one step.
+
+    Tensors are float32, on the CPU, `(H,)`, one value per query head; nan is "not measured". Logits are what enters
+    the softmax, of visible keys only; p are its weights.
+
+    Attributes:
+        site: name of the site.
+        max_logit: largest |logit|; inf where a measured row held NaN or +inf.
+        product_logit: max_logit less all that an additive bias (ALiBi, a mask of -100) can have made of it: no more
+            than the largest |scale q·k|, and equal to max_logit without a bias. Alerts and QK-clip go by it.
+        margin: largest row maximum - row mean.
+        entropy: mean of H / ln(visible keys), 0..1, over rows with >= 16 visible keys (>= 2 where no row has 16).
+        entropy_nats: mean entropy of all measured rows, in nats.
+        saturated: share of the rows with >= 2 visible keys whose largest p is above .99.
+        grad_signal: mean of 1 - sum p², the trace of the Jacobian of the softmax, diag(p) - p pᵀ.
+        q_rms, k_rms: root mean square over the D channels of q and k as they enter the core, averaged over tokens.
+        entropy_corrected: entropy without key 0 and keys with more than .3 of the mean mass, p renormalised (attention
+            sinks: Gu et al., arXiv 2410.10781); nan for a head with less than 5 % of its mass elsewhere.
+        sink_mass: mean mass on those keys, 0..1.
+        over_100: share of the entries with |logit| > 100.
+        nonfinite: measured rows that held NaN or +inf; they are in none of the means.
+        rows: query rows (batch x tokens) measured.
+        excluded_rows: rows left out as fully masked or padded.
+        exact: all rows were measured, not a sample.
+        step: the optimizer step; None outside of training.
+        bias_max: largest |additive bias| on entries that it leaves visible; None where no bias was seen.
+    """
 
     site: str
-    max_logit: Tensor  # largest |logit| on visible entries; inf where a measured row held NaN or +inf
-    product_logit: Tensor  # max_logit less all that an additive bias (ALiBi, a mask of -100) may be of it
-    margin: Tensor  # largest row max - row mean over visible keys
-    entropy: Tensor  # mean of H / ln(visible keys), 0..1, rows with >= 16 visible keys (>= 2 where none has 16)
-    entropy_nats: Tensor  # mean entropy of all measured rows, nats
-    saturated: Tensor  # share of rows (>= 2 visible keys) whose largest weight is above .99
-    grad_signal: Tensor  # mean of 1 - sum p^2, the trace of the softmax Jacobian
-    q_rms: Tensor  # root mean square over D, averaged over tokens
+    max_logit: Tensor
+    product_logit: Tensor
+    margin: Tensor
+    entropy: Tensor
+    entropy_nats: Tensor
+    saturated: Tensor
+    grad_signal: Tensor
+    q_rms: Tensor
     k_rms: Tensor
-    entropy_corrected: Tensor  # entropy off key 0 and keys with mean mass > .3, renormalised; nan for a sink head
-    sink_mass: Tensor  # mean mass on those dropped keys, 0..1
-    over_100: Tensor  # share of visible entries with |logit| > 100
-    nonfinite: Tensor  # measured rows that held NaN or +inf; they are in none of the means
-    rows: int  # query rows (B x T) measured
-    excluded_rows: int  # left out as fully masked or padded
-    exact: bool  # all rows were measured, not a sample
+    entropy_corrected: Tensor
+    sink_mass: Tensor
+    over_100: Tensor
+    nonfinite: Tensor
+    rows: int
+    excluded_rows: int
+    exact: bool
     step: int | None = None
-    bias_max: Tensor | None = None  # largest |additive bias| on entries it leaves visible; None where none was seen
+    bias_max: Tensor | None = None
 
     @property
     def heads(self) -> int:

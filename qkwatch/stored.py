@@ -24,6 +24,8 @@ def stored_keys(path: str | os.PathLike[str]) -> Mapping[str, Any]:
         QKWatchError: a folder without a checkpoint in it; a file as in `load` and `weights_of`.
     """
     path = Path(path)
+    if not path.exists():
+        raise QKWatchError(f"no file or folder {path}")
     if (path / ".metadata").is_file():
         return _sharded(path)
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path] if path.suffix == ".safetensors" else []
@@ -77,7 +79,7 @@ def weights_of(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
         )
     if found:
         return inner[found[0]]
-    if checkpoint and not any(isinstance(value, Tensor) for value in checkpoint.values()):
+    if checkpoint and not any(value is None or isinstance(value, Tensor) for value in checkpoint.values()):
         raise QKWatchError(f"the checkpoint holds no weights, but {', '.join(map(repr, list(checkpoint)[:6]))}")
     return checkpoint
 

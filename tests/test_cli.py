@@ -281,7 +281,16 @@ def test_inspect_of_other_files(content, message, tmp_path, capsys):
 
 
 def test_inspect_of_a_folder(tmp_path, capsys):
-    assert "is a folder" in call(capsys, "inspect", tmp_path)[2]
+    from safetensors.torch import save_file
+
+    assert "neither a sharded checkpoint nor" in call(capsys, "inspect", tmp_path)[2]
+    assert "no file" in call(capsys, "inspect", tmp_path / "none.safetensors")[2]
+    layer, x = nn.MultiheadAttention(32, 4, batch_first=True), torch.randn(2, 7, 32)
+    retrofit_(layer, find_sites(layer, x, x, x))
+    save_file(layer.state_dict(), tmp_path / "model.safetensors")
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        out = call(capsys, "inspect", path)[1]
+        assert "state_dict of 6 tensors" in out and "1 site patched" in out and "l2" in out
 
 
 # -- bench --------------------------------------------------------------------------------------------------

@@ -484,15 +484,17 @@ def forked(folder: Path, steps: int) -> int:
 @pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_killed_at_any_moment_the_run_goes_on(kills: int, tmp_path: Path) -> None:
     """Killed while it patches or saves: the newest checkpoint that is there loads, and the end is the same."""
-    chance, steps, killed = random.Random(kills), 20 + 3 * kills, 0
+    chance, steps, folder = random.Random(kills), 20 + 3 * kills, tmp_path / "ckpt"
     for _ in range(kills):
-        process = forked(tmp_path / "ckpt", steps)
-        time.sleep(chance.uniform(0.05, 0.5))
+        before, process = len(list(folder.glob("*.ckpt"))), forked(folder, steps)
+        deadline = time.monotonic() + 60
+        while len(list(folder.glob("*.ckpt"))) == before and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(chance.uniform(0, 0.02))  # some steps take as long
         os.kill(process, signal.SIGKILL)
-        killed += os.waitpid(process, 0)[1] == signal.SIGKILL
-        for file in (tmp_path / "ckpt").glob("*.ckpt"):
+        assert os.waitpid(process, 0)[1] == signal.SIGKILL
+        for file in folder.glob("*.ckpt"):
             torch.load(file, weights_only=True)
-    assert killed
     assert os.waitpid(forked(tmp_path / "ckpt", steps), 0)[1] == 0
     run_on(tmp_path / "straight", steps)
     ends = [torch.load(tmp_path / f / f"step={steps}.ckpt", weights_only=True) for f in ("ckpt", "straight")]
