@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from qkwatch.capture import CoreCapture
 from qkwatch.core import Core
 from qkwatch.layout import Channels, HeadLayout
+from qkwatch.untouched import untouched
 
 
 class Refusal(Exception):
@@ -52,12 +53,21 @@ class Call:
 
     def fresh(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The inputs once more; caches, which the call would fill a second time, are left out."""
-        return tree_map(_reusable, (self.args, self.kwargs))  # type: ignore[no-any-return]
+        again: dict[int, Any] = {}  # tensors of their own, which an operation in place cannot tie to a graph
+
+        def reuse(value: Any) -> Any:
+            return again.setdefault(id(value), _reusable(value)) if isinstance(value, Tensor) else _reusable(value)
+
+        return tree_map(reuse, (self.args, self.kwargs))  # type: ignore[no-any-return]
+
+
+def _alike(tensor: Tensor) -> Tensor:
+    return tensor if tensor.requires_grad else tensor.detach()
 
 
 def _reusable(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.clone() if value.is_inference() else value
+        return value.clone() if value.is_inference() else _alike(value)
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device, nn.Module)):
         return value
     if isinstance(value, MutableMapping):
@@ -89,25 +99,24 @@ class Replay:
 
 
 @contextlib.contextmanager
-def isolated(module: nn.Module, autocast: Mapping[str, torch.dtype]) -> Iterator[None]:
-    """Grad mode on; random state, buffers and the surrounding saved-tensor hooks (checkpointing) left alone."""
-    saved = [(buffer, buffer.clone()) for buffer in module.buffers()]
+def isolated(
+    module: nn.Module, autocast: Mapping[str, torch.dtype], *inputs: Any, weights: bool = True
+) -> Iterator[None]:
+    """Grad mode on, the surrounding saved-tensor hooks (checkpointing) off; everything left as it was, see `untouched`.
+
+    ``inputs``: what the module is run on.
+    """
     devices = sorted({p.device.index or 0 for p in module.parameters() if p.device.type == "cuda"})
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices))
         stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(untouched(module, *inputs, weights=weights))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t))
         for kind in ("cpu", "cuda"):
             dtype = autocast.get(kind)
             stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=dtype is not None))
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, value in saved:
-                    if not torch.equal(buffer, value):
-                        buffer.copy_(value)
+        yield
 
 
 def replay(
@@ -137,7 +146,7 @@ def replay(
         handles.append(target.register_forward_hook(lambda m, a, out, change=change: change(out)))
     args, kwargs = call.fresh()
     try:
-        with isolated(module, call.autocast), capture, capture.alone():
+        with isolated(module, call.autocast, args, kwargs, call.args, call.kwargs), capture, capture.alone():
             output = module(*args, **kwargs)
     finally:
         for handle in handles:

@@ -39,7 +39,8 @@ def find_sites(model: nn.Module, *inputs: Any, **kwargs: Any) -> list[Site]:
     [('', 4, 8, True)]
     """
     scout = Scout(model)
-    with isolated(unwrap(model), Call.of(inputs, kwargs).autocast), torch.no_grad(), scout:
+    autocast = Call.of(inputs, kwargs).autocast
+    with isolated(unwrap(model), autocast, inputs, kwargs, weights=False), torch.no_grad(), scout:
         model(*inputs, **kwargs)
     if scout.fault is not None:
         raise scout.fault

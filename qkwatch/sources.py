@@ -135,7 +135,7 @@ def is_feature_axis(leaf: Leaf, axis: int, place: list[int]) -> bool:
     if not parameters or leaf.tensor.shape[axis] < 2:
         return True
     try:
-        with isolated(leaf.module, {}):
+        with isolated(leaf.module, {}, leaf.args, leaf.kwargs):
             output = leaf.module(*leaf.args, **leaf.kwargs)
             masks = []
             for index in (0, 1):
@@ -180,7 +180,7 @@ def is_norm(leaf: Leaf, channels: Channels | None = None) -> bool:
     axes = 1 if x.shape[0] > 1 or x.ndim < 3 else 2
     scale = torch.rand(x.shape[:axes], generator=torch.Generator().manual_seed(1)).add(1.5).to(x)
     try:
-        with isolated(leaf.module, {}), torch.no_grad():
+        with isolated(leaf.module, {}, leaf.args, leaf.kwargs), torch.no_grad():
             grown = x * scale.reshape(*x.shape[:axes], *[1] * (x.ndim - axes))
             scaled = leaf.module(grown, *leaf.args[1:], **leaf.kwargs)
     except Exception:
