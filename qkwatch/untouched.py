@@ -38,7 +38,7 @@ def untouched(module: nn.Module, *inputs: Any, weights: bool = True) -> Iterator
     state = _State(weights)
     for inner in module.modules():
         state.keep_module(inner)
-    state.keep(inputs, _DEPTH)
+    state.keep_inputs(inputs)
     state.keep_random()
     try:
         with state.versions():
@@ -49,7 +49,7 @@ def untouched(module: nn.Module, *inputs: Any, weights: bool = True) -> Iterator
 
 class _State:
     def __init__(self, weights: bool):
-        self._weights = weights
+        self._weights, self._exchanging = weights, True
         self._seen: dict[int, Any] = {}  # by identity; kept alive, or another object could take the place
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # a tensor in two places stays one
         self._tensors: list[tuple[Tensor, Tensor]] = []
@@ -68,6 +68,10 @@ class _State:
         self._keep_table(
             vars(module), _INTERNAL, lambda: (type(module), *module._modules, *module._parameters) == built
         )
+
+    def keep_inputs(self, inputs: tuple[Any, ...]) -> None:
+        self._exchanging = False  # they may be part of the caller's graph
+        self.keep(inputs, _DEPTH + 2)
 
     def keep(self, value: Any, depth: int) -> None:
         """An attribute's value, an input, or something inside one."""
@@ -118,7 +122,10 @@ class _State:
 
     def _copy_of(self, value: Any) -> Tensor | None:
         """What takes the place of a tensor in a table or list; None for anything else."""
-        if not issubclass(type(value), Tensor) or issubclass(type(value), nn.Parameter) or not _is_plain(value):
+        kind = type(value)
+        if not (self._exchanging and issubclass(kind, Tensor)) or issubclass(kind, nn.Parameter):
+            return None
+        if not _is_plain(value):
             return None
         if id(value) not in self._copies:
             self._copies[id(value)] = value, value.detach().clone().requires_grad_(value.requires_grad)
