@@ -20,7 +20,7 @@ from qkwatch.errors import QKWatchError
 from qkwatch.layout import HeadLayout
 from qkwatch.norms import HeadNorm, QKNorm
 from qkwatch.probe import CoreTap
-from qkwatch.reclass import Changed, change_class, restore_class
+from qkwatch.reclass import Changed, change_class, restore_class, set_plainly
 
 
 class NormAtCore(TorchFunctionMode):
@@ -112,7 +112,7 @@ def installed_core_tap(site: nn.Module) -> CoreTap | None:
 def add_core_norm(site: nn.Module, axis: int) -> None:
     """From now on ``site.qk_norm`` (which the caller puts there) norms what its fused softmax takes."""
     change_class(site, _NormedAtCore)
-    site._qkwatch_axis = axis  # type: ignore[assignment]
+    set_plainly(site, "_qkwatch_axis", axis)
 
 
 def remove_core_norm(site: nn.Module) -> None:

@@ -6,8 +6,11 @@ The module keeps its name, its parameters and its place in the model. Unlike a h
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch.fx
 from torch import nn
 
 from qkwatch.errors import QKWatchError
@@ -21,6 +24,9 @@ class Changed:
     _qkwatch_base: type[nn.Module]  # the module's own class
     _qkwatch_mixin: type[Changed]
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Nothing of what a module's own class does with its subclasses: ours is none of its author's."""
+
     @classmethod
     def members(cls, base: type[nn.Module]) -> dict[str, Any]:
         """Further members, made for this class."""
@@ -33,15 +39,40 @@ class Changed:
 
 
 def change_class(module: nn.Module, mixin: type[Changed]) -> None:
-    """From now on the module's class is its own with ``mixin`` before it."""
-    module.__class__ = _class_of(mixin, type(module))
+    """From now on the module's class is its own with ``mixin`` before it. Raises `QKWatchError` where it cannot be."""
+    if isinstance(module, torch.fx.GraphModule):
+        raise QKWatchError(f"a torch.fx graph ({type(module).__name__}) makes each copy of it a class of its own")
+    set_plainly(module, "__class__", _class_of(mixin, type(module)))
 
 
 def restore_class(module: nn.Module) -> None:
     """A changed module's own class again. Raises as `check_unchanged`."""
     check_unchanged(module, "")
     kind: Any = type(module)
-    module.__class__ = kind._qkwatch_base
+    set_plainly(module, "__class__", kind._qkwatch_base)
+
+
+def set_plainly(module: nn.Module, name: str, value: Any) -> None:
+    """Set an attribute, whatever the module's own class has to say about it."""
+    object.__setattr__(module, name, value)
+
+
+@contextlib.contextmanager
+def as_before_on_error(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Whatever ends the block early, these modules have the classes, attributes and submodules that they had."""
+    saved = [
+        (module, type(module), dict(vars(module)), [(v, dict(v)) for v in vars(module).values() if type(v) is dict])
+        for module in modules
+    ]
+    try:
+        yield
+    except BaseException:
+        for module, kind, attributes, tables in saved:
+            set_plainly(module, "__class__", kind)
+            for table, entries in [*tables, (vars(module), attributes)]:
+                table.clear()
+                table.update(entries)
+        raise
 
 
 def check_unchanged(module: nn.Module, name: str) -> None:

@@ -10,21 +10,46 @@ import torch
 from torch import nn
 
 from qkwatch.coretaps import add_core_norm, has_core_norm, remove_core_norm
+from qkwatch.errors import QKWatchError
 from qkwatch.mha import QKNormMultiheadAttention, patch_mha_, unpatch_mha_
 from qkwatch.modules import named_modules
 from qkwatch.norms import QKNorm
 from qkwatch.plan import SitePlan
-from qkwatch.reclass import check_unchanged
+from qkwatch.reclass import as_before_on_error, check_unchanged
 from qkwatch.taps import add_part, remove_part
 
 CHILD = "qk_norm"
 
 
 def install(model: nn.Module, plan: SitePlan) -> QKNorm:
-    """Put one site's norms in, with the gains of the plan (or the variant's own start)."""
+    """Put one site's norms in, with the gains of the plan (or the variant's own start); all or nothing.
+
+    Raises:
+        QKWatchError: with the site's name, whatever went wrong.
+    """
     modules = named_modules(model)
+    taps = [(modules[tap.module], tap.channels) for tap in plan.taps or ()]
     site = modules[plan.site]
-    reference = _reference(site if plan.taps is None else modules[plan.taps[0].module])
+    try:
+        with as_before_on_error([site, *(module for module, _ in taps)]):
+            norm = _norm_of(site, plan, taps[0][0] if taps else site)
+            if plan.core is not None:
+                add_core_norm(site, plan.core.axis)
+            elif plan.taps is None:
+                patch_mha_(site, norm)  # type: ignore[arg-type]
+                return norm
+            site.add_module(CHILD, norm)
+            for (module, channels), head_norm in zip(taps, (norm.q, norm.k), strict=False):
+                add_part(module, channels, head_norm)
+    except Exception as error:
+        what = str(error) if isinstance(error, QKWatchError) else f"{type(error).__name__}: {error}"
+        raise QKWatchError(f"{plan.site!r} could not be patched: {what}") from error
+    return norm
+
+
+def _norm_of(site: nn.Module, plan: SitePlan, like: nn.Module) -> QKNorm:
+    """The norms of a plan, with dtype and device of the module ``like``."""
+    reference = _reference(like)
     kind = ShadowingQKNorm if CHILD in site.__dict__ else QKNorm
     with torch.inference_mode(False):  # or the gains could never be trained
         norm = kind(
@@ -45,16 +70,6 @@ def install(model: nn.Module, plan: SitePlan) -> QKNorm:
     norm.set_plan(plan.to_dict(gains=False))
     if isinstance(norm, ShadowingQKNorm):
         norm.shadowed = site.__dict__.pop(CHILD)
-    if plan.core is not None:
-        add_core_norm(site, plan.core.axis)
-        site.add_module(CHILD, norm)
-        return norm
-    if plan.taps is None:
-        patch_mha_(site, norm)  # type: ignore[arg-type]
-        return norm
-    site.add_module(CHILD, norm)
-    for tap, head_norm in zip(plan.taps, (norm.q, norm.k), strict=True):
-        add_part(modules[tap.module], tap.channels, head_norm)
     return norm
 
 

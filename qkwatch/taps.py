@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from qkwatch.layout import Channels
 from qkwatch.norms import HeadNorm
-from qkwatch.reclass import Changed, change_class, check_unchanged, restore_class
+from qkwatch.reclass import Changed, change_class, check_unchanged, restore_class, set_plainly
 
 Part = tuple[Channels, HeadNorm]
 
@@ -48,7 +48,7 @@ def add_part(module: nn.Module, channels: Channels, norm: HeadNorm) -> None:
     if not isinstance(module, _Normed):
         change_class(module, _NormedAdapter if hasattr(module, "get_base_layer") else _Normed)
     # in a tuple, so that nn.Module does not adopt the norms: their keys belong to the site
-    module._qkwatch_parts = tuple(sorted(parts, key=lambda part: part[0].starts[0]))  # type: ignore[assignment]
+    set_plainly(module, "_qkwatch_parts", tuple(sorted(parts, key=lambda part: part[0].starts[0])))
 
 
 def remove_part(module: nn.Module, norm: HeadNorm) -> None:
@@ -61,7 +61,7 @@ def remove_part(module: nn.Module, norm: HeadNorm) -> None:
         return
     check_unchanged(module, "")
     if left:
-        module._qkwatch_parts = left
+        set_plainly(module, "_qkwatch_parts", left)
         return
     restore_class(module)
     del module.__dict__["_qkwatch_parts"]
