@@ -20,17 +20,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from qkwatch.core import Bias, Core
+from qkwatch.kernels import may_look
+from qkwatch.masks import HIDING
 from qkwatch.modules import in_backward
-from qkwatch.operations import ADDS, FILLS, FRESH, FUSED, PRODUCTS, SOFTMAX, VIEWS, aten
-
-
-@dataclass
-class _Product:
-    order: int
-    a: Tensor
-    b: Tensor
-    factor: float
-    shape: torch.Size
+from qkwatch.operations import ADDS, FILLS, FRESH, FUSED, PRODUCTS, SOFTMAX, SUBTRACTS, VIEWS, aten
+from qkwatch.products import Product
 
 
 @dataclass
@@ -38,7 +32,7 @@ class _Info:
     """What is known of one tensor's descent."""
 
     weight: bool = False
-    products: tuple[_Product, ...] = ()  # in running order; relative positions bring products of their own
+    products: tuple[Product, ...] = ()  # in running order; relative positions bring products of their own
     unshifted: Tensor | None = None  # the logits before a row's own maximum was taken off
     probs: object | None = None
     factor: float | None = None
@@ -166,7 +160,8 @@ class CoreCapture(TorchDispatchMode):
         elif op in PRODUCTS:
             first, second = PRODUCTS[op]
             added = op is aten.baddbmm and args[0].numel() > 1 and kwargs.get("beta", 1) != 0
-            self._product(args[first], args[second], out, (Bias(args[0], out.shape),) if added else ())
+            biases = (Bias(args[0], out.shape),) if added else ()
+            self._product(args[first], args[second], out, biases, abs(float(kwargs.get("alpha", 1))))
         elif op in SOFTMAX:
             self._softmax(args[0], args[1], out)
         elif op is aten._native_multi_head_attention or op is aten._transformer_encoder_layer_fwd:
@@ -197,7 +192,7 @@ class CoreCapture(TorchDispatchMode):
             )
         )
 
-    def _product(self, a: Tensor, b: Tensor, out: Tensor, biases: tuple[Bias, ...]) -> None:
+    def _product(self, a: Tensor, b: Tensor, out: Tensor, biases: tuple[Bias, ...], gain: float) -> None:
         info_a, info_b = self._info(a), self._info(b)
         for info in (info_a, info_b):
             if info is not None and info.probs is not None:
@@ -207,7 +202,7 @@ class CoreCapture(TorchDispatchMode):
         if not weight_a and not weight_b:
             self._count += 1
             factor = (info_a.factor if info_a else None) if (info_b and info_b.factor) else None
-            product = _Product(self._count, a, b, factor or 1.0, out.shape)
+            product = Product(self._count, a, b, out.shape, factor or 1.0, gain)
             self._tag(out, _Info(products=(product,), biases=biases))
         elif out.numel() == (b if weight_a else a).numel():
             # a weight that mixes heads (talking heads) leaves logits logits
@@ -225,15 +220,24 @@ class CoreCapture(TorchDispatchMode):
             return
         if info.unshifted is not None:
             x = info.unshifted
-        product = min(info.products, key=lambda p: (_misfit(p, x, dim), p.order))
+        product = min(info.products, key=lambda p: (p.misfit(x, dim), p.order))
         biases = tuple(bias for bias in info.biases if product.order not in bias.products)
-        core = Core(product.a, product.b, logits=x, dim=dim, factor=product.factor, biases=biases)
+        core = Core(
+            product.a,
+            product.b,
+            logits=x,
+            dim=dim,
+            factor=product.factor,
+            biases=biases,
+            products=info.products,
+        )
         token = self._on_core(core)
         self._tag(out, _Info(probs=token if token is not None else True))
 
     def _descend(self, func: Any, op: Any, args: Any, out: Any) -> None:
         """Pass on what is known of the inputs to the outputs of any other operation."""
-        known = [info for tensor in _tensors(args) if (info := self._info(tensor)) is not None]
+        found = [(tensor, info) for tensor in _tensors(args) if (info := self._info(tensor)) is not None]
+        known = [info for _, info in found]
         first = args[0] if args and isinstance(args[0], Tensor) else None
         is_view = op in VIEWS and first is not None
         if not known:
@@ -242,12 +246,11 @@ class CoreCapture(TorchDispatchMode):
             elif func is aten.mul.Scalar:
                 self._tag(out, _Info(factor=float(args[1])))
             return
-        products = {p.order: p for info in known for p in info.products}
+        logits = [tensor for tensor, info in found if info.products]
+        products = {p.order: p.after(op, args, logits) for info in known for p in info.products}
         biases = tuple(bias for info in known for bias in info.biases)
-        if products and op in ADDS:
-            biases += self._added(args, out.shape)
-        elif products and op in FILLS and isinstance(args[2], (int, float)) and -1e30 < args[2] < 0:
-            biases += (Bias(args[1] * float(args[2]), out.shape),)
+        if products and isinstance(out, Tensor):
+            biases += self._added(op, args, logits, out.shape)
         info = _Info(
             biases=biases,
             weight=is_view and known[0].weight,
@@ -261,13 +264,28 @@ class CoreCapture(TorchDispatchMode):
             if first is not None and out is first and first._base is not None:  # written in place through a view
                 self._tag(first._base, info)
 
-    def _added(self, args: Any, shape: torch.Size) -> tuple[Bias, ...]:
-        """The terms of a sum. Which of them is the product of queries and keys is known at the softmax only."""
+    def _added(self, op: Any, args: Any, logits: list[Tensor], shape: torch.Size) -> tuple[Bias, ...]:
+        """The terms of a sum, and what takes the place of logits where it is no product.
+
+        Which term is the product of queries and keys is known at the softmax only.
+        """
+        if op in FILLS:
+            return _filled(args[1], args[2], shape)
+        if op is aten.where and len(args) == 3:
+            mask, kept, value = args
+            if any(value is tensor for tensor in logits):
+                return _filled(mask, kept, shape)
+            return _filled(mask.logical_not(), value, shape)
+        if op not in ADDS and (op not in SUBTRACTS or _is_per_row(args[1])):
+            return ()
         biases = []
-        for tensor in _tensors(args[:2]):
-            info = self._info(tensor)
-            if tensor.is_floating_point():
-                biases.append(Bias(tensor, shape, frozenset(p.order for p in info.products) if info else frozenset()))
+        for i, tensor in enumerate(args[:2]):
+            if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                info = self._info(tensor)
+                orders = frozenset(p.order for p in info.products) if info else frozenset()
+                # a difference of two products is looked at as it is: only its terms' descent is asked for
+                term = -tensor.detach() if i == 1 and op in SUBTRACTS and not orders else tensor
+                biases.append(Bias(term, shape, orders))
         return tuple(biases)
 
     def descends(self, tensor: Any) -> bool:
@@ -297,12 +315,15 @@ class CoreCapture(TorchDispatchMode):
             self._tag(tensor, info)
 
 
-def _misfit(product: _Product, logits: Tensor, dim: int) -> int:
-    """How unlike the logits a product is: 0 where it has their rows and keys, 1 where only as many numbers."""
-    if product.shape.numel() != logits.numel():
-        return 2
-    rows_and_keys = {logits.movedim(dim, -1).shape[-2], logits.shape[dim]}
-    return 0 if {*product.shape[-2:]} == rows_and_keys else 1
+def _filled(mask: Tensor, value: Any, shape: torch.Size) -> tuple[Bias, ...]:
+    """Logits that a fill put there; where it hides their keys, they are told by being too low for a product."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            return ()
+        if not may_look(value):
+            return (Bias(torch.where(mask, value.detach().float(), 0.0), shape),)
+        value = value.item()
+    return (Bias(mask * float(value), shape),) if HIDING < value < 0 else ()
 
 
 def _is_per_row(tensor: Any) -> bool:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qkwatch.products import Product
+
 
 @dataclass(frozen=True, eq=False)
 class Bias:
@@ -30,6 +32,7 @@ class Core:
         mask, is_causal, scale: of a fused call; None, False, 1.0 otherwise.
         factor: q and k of PyTorch's unfused SDPA already carry this factor each.
         biases: what was added to the product on its way to the softmax (masks, relative and linear biases).
+        products: all that the logits descend from, this one among them; empty of a fused call.
     """
 
     q: Tensor
@@ -41,6 +44,11 @@ class Core:
     scale: float = 1.0
     factor: float = 1.0
     biases: tuple[Bias, ...] = ()
+    products: tuple[Product, ...] = ()
+
+    def reach(self) -> Tensor:
+        """What no logit can pass that is made of products alone, on either side of zero; 0-dim, on its device."""
+        return torch.stack([product.reach() for product in self.products]).sum()
 
     @property
     def bias(self) -> Tensor | None:
@@ -81,11 +89,10 @@ class Core:
         k, heads = self.q if self._swapped() else self.k.transpose(-1, -2), self._stacked()
         return k if heads == 1 else k.unsqueeze(-3).expand(*k.shape[:-2], heads, *k.shape[-2:]).flatten(0, -3)
 
-    def rows(self, logits: Tensor | None = None) -> Tensor:
-        """The logits (or others of their shape) with queries second to last and keys last: (..., Tq, Tk)."""
-        logits = self.logits if logits is None else logits
-        assert logits is not None
-        logits = logits.movedim(self.dim, -1)
+    def rows(self) -> Tensor:
+        """The logits with queries second to last and keys last: (..., Tq, Tk)."""
+        assert self.logits is not None
+        logits = self.logits.movedim(self.dim, -1)
         rows = self.queries().shape[-2]
         if logits.ndim > 2 and logits.shape[-2] != rows:
             axis = next((a for a in range(logits.ndim - 2, -1, -1) if logits.shape[a] == rows), None)

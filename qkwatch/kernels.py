@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from qkwatch.masks import BIG, CPU_BLOCK, HIDE, Block, Mask, RowPlan, Shade, hidden_below
+from qkwatch.masks import BIG, CPU_BLOCK, HIDE, Block, Mask, RowPlan, Shade
 
 EMPTY = -1e38  # the peak of a row without visible keys: above -BIG (hidden), below any logit that counts
 FLOOR = -40.0  # exp(-40) = 4e-18 is far below fp32 rounding, but its square is no (slow) denormal yet
@@ -124,14 +124,15 @@ class QKSource:
 
 
 class LogitSource:
-    """Logits `(B, H, Tq, Tk)` that exist already, masking included."""
+    """Logits `(B, H, Tq, Tk)` that exist already, masking included: entries at or below `hiding` are masking."""
 
     group = 1
     tame = gentle = False
 
-    def __init__(self, logits: Tensor, plan: RowPlan) -> None:
+    def __init__(self, logits: Tensor, plan: RowPlan, hiding: float | Tensor) -> None:
         batch, heads, _, k_len = logits.shape
-        self.mask = Mask(logits, False, plan, k_len)  # logits hide keys as an additive mask does
+        self.hiding = hiding
+        self.mask = Mask(logits, False, plan, k_len, hiding)  # logits hide keys as an additive mask does
         self.logits = logits
         self.shape = (batch, heads, plan.count, k_len)
 
@@ -140,7 +141,7 @@ class LogitSource:
         rows = self.logits[block.b, block.h]
         s.copy_(rows[:, :, block.r] if plan.exact else rows[:, :, self.mask.positions[block.r]])
         scrub(s)
-        return Shade.of(s.gt(hidden_below(self.logits.dtype)), 0)
+        return Shade.of(s.gt(self.hiding), 0)
 
     def columns(self, index: Tensor) -> Tensor:
         visible, s = self.mask.columns(index)

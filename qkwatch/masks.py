@@ -13,6 +13,7 @@ from torch import Tensor
 
 HIDING = -9900.0  # a bias that is meant to hide, though above half of the dtype's minimum: -10000, in bfloat16 -9984
 HIDE = -60.0  # no weight among logits within +-20: exp(-60) is nothing beside exp(-20)
+_ROUNDED = 1.02  # by how much half-precision logits may be longer than the product of their lengths
 BIG = 3e38  # stands in for inf and NaN so that every later product is finite; marks the row as broken
 CPU_BLOCK = 1 << 18  # logits per block: two float32 buffers of it stay in cache
 
@@ -76,7 +77,19 @@ def hidden_below(dtype: torch.dtype) -> float:
     return max(torch.finfo(dtype).min, torch.finfo(torch.float32).min) / 2
 
 
-def shown(mask: Tensor, hiding: float | None = None) -> Tensor:
+def hidden_beyond(reach: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same where masks of -10000 or -1e9 stand among the logits, whichever way they got there; 0-dim.
+
+    No product of queries and keys is larger than `reach`, so that what lies below -`reach` (and a rounding) holds more
+    than a product. The mask is in it where it is at or below `HIDING` and a product up to `reach` on top. A run that
+    diverged to logits of -20000 has as large a reach, and keeps them. Only from logits of about 10000 on a mask of
+    -10000 cannot be told from them, and does hide no longer.
+    """
+    lowest = torch.minimum(reach * -_ROUNDED, reach + HIDING)
+    return lowest.clamp(min=hidden_below(dtype))
+
+
+def shown(mask: Tensor, hiding: float | Tensor | None = None) -> Tensor:
     """Bool of the mask's shape: True where it leaves the key visible (a NaN bias does)."""
     if mask.dtype == torch.bool:
         return mask
@@ -90,7 +103,12 @@ class Mask:
     """
 
     def __init__(
-        self, mask: Tensor | None, is_causal: bool, plan: RowPlan, k_len: int, hiding: float | None = None
+        self,
+        mask: Tensor | None,
+        is_causal: bool,
+        plan: RowPlan,
+        k_len: int,
+        hiding: float | Tensor | None = None,
     ) -> None:
         self.plan, self.hiding = plan, hiding
         self.is_causal = is_causal

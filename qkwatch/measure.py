@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from qkwatch.core import Core
-from qkwatch.kernels import may_look
 from qkwatch.layout import HeadLayout
-from qkwatch.masks import HIDING, hidden_below
+from qkwatch.masks import HIDING, hidden_beyond
 from qkwatch.reading import Packed
 from qkwatch.sites import Site
 from qkwatch.stats import logit_stats, qk_stats, row_budget, with_bias
@@ -24,7 +22,7 @@ def measure(core: Core, layout: HeadLayout, rows: Rows, self_attention: bool) ->
     """The per-head statistics of one core, still on its device (H, C)."""
     bias = core.bias
     bias = None if bias is None or not bias.is_floating_point() or bias.numel() < 2 else bias.detach()
-    packed = _measure(core, layout, rows, self_attention, bias)
+    packed = _measure(core, layout, rows, self_attention)
     if bias is None:
         return packed
     shape = (core.q if core.logits is None else core.logits).shape
@@ -35,7 +33,7 @@ def measure(core: Core, layout: HeadLayout, rows: Rows, self_attention: bool) ->
     return with_bias(packed, bias.reshape(1, 1, 1, -1))  # not told apart by head
 
 
-def _measure(core: Core, layout: HeadLayout, rows: Rows, self_attention: bool, bias: Tensor | None) -> Packed:
+def _measure(core: Core, layout: HeadLayout, rows: Rows, self_attention: bool) -> Packed:
     q, k = core.queries().detach(), core.keys().detach()
     if core.fused:
         q4 = layout.split(q)
@@ -52,7 +50,8 @@ def _measure(core: Core, layout: HeadLayout, rows: Rows, self_attention: bool, b
             rows=budget,
             self_attention=self_attention,
         )
-    logits = core.rows(_without_hidden(core.logits, bias)).detach()
+    logits = core.rows().detach()
+    hiding = hidden_beyond(core.reach(), logits.dtype) if core.products else None
     lead = logits.shape[:-2]
     if q.shape[:-2].numel() == lead.numel() and layout.kind == "axis":
         q, k = (t.reshape(*lead, *t.shape[-2:]) for t in (q, k))
@@ -60,7 +59,7 @@ def _measure(core: Core, layout: HeadLayout, rows: Rows, self_attention: bool, b
     fits = q.shape[:-2].numel() == lead.numel() and q.shape[:-2].numel() == k.shape[:-2].numel()
     lengths = [layout.split(t) / core.factor if fits else None for t in (q, k)]
     budget = _rows(rows, (*logits4.shape[:3], q.shape[-1]), logits4.shape[-1])
-    return logit_stats(logits4, q=lengths[0], k=lengths[1], rows=budget, self_attention=self_attention)
+    return logit_stats(logits4, q=lengths[0], k=lengths[1], hiding=hiding, rows=budget, self_attention=self_attention)
 
 
 def measure_at(site: Site, core: Core, rows: Rows) -> Packed:
@@ -74,18 +73,6 @@ def measure_at(site: Site, core: Core, rows: Rows) -> Packed:
     if len(packed.values) == site.layout.heads:
         return packed
     return Packed(packed.values[:1].expand(site.layout.heads, -1), packed.exact)  # not told apart by head
-
-
-def _without_hidden(logits: Tensor | None, bias: Tensor | None) -> Tensor | None:
-    """The logits with -inf where a bias at or below -10000, the old half-precision mask, hides a key."""
-    if logits is None or bias is None:
-        return logits
-    if may_look(bias) and not bool(((bias <= HIDING) & (bias > hidden_below(logits.dtype))).any()):
-        return logits  # what hides is told from the logits alone: no copy of them is needed
-    try:
-        return torch.where(bias <= HIDING, -torch.inf, logits.detach())
-    except RuntimeError:  # of another layout than the logits
-        return logits
 
 
 def _key_heads(q: Tensor, k: Tensor, layout: HeadLayout) -> int:

@@ -39,6 +39,9 @@ VIEWS = {
 # operation -> positions of the two factors
 PRODUCTS = {aten.bmm: (0, 1), aten.mm: (0, 1), aten.baddbmm: (1, 2), aten.addmm: (1, 2)}
 ADDS = {aten.add, aten.add_}
+SUBTRACTS = {aten.sub, aten.sub_}
+MULTIPLIES = {aten.mul, aten.mul_}
+DIVIDES = {aten.div, aten.div_}
 FILLS = {aten.masked_fill, aten.masked_fill_}
 # no logits pass through these on their way to the softmax: what comes out is a new activation
 FRESH = {

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .errors import QKWatchError
 from .kernels import EMPTY, LogitSource, QKSource, RowSums, Source, may_look, stream
-from .masks import BIG, HIDING, Mask, RowPlan
+from .masks import BIG, HIDING, Mask, RowPlan, hidden_below
 from .reading import COLUMNS, MAXIMA, Packed
 
 MANY_KEYS = 16  # normalised entropy is taken over rows with so many visible keys where there are any
@@ -71,19 +71,21 @@ def logit_stats(
     *,
     q: Tensor | None = None,
     k: Tensor | None = None,
+    hiding: Tensor | None = None,
     rows: int | None = None,
     self_attention: bool = True,
 ) -> Packed:
     """Statistics of `softmax(logits)`, logits `(B, H, Tq, Tk)` of any float dtype as they enter the softmax.
 
-    Entries that are -inf or below half of the dtype's minimum are not visible. `q` `(B, H, Tq, D)` and `k`
+    Entries at or below `hiding` (0-dim; None: half of the dtype's minimum) are not visible. `q` `(B, H, Tq, D)` and `k`
     `(B, G, Tk, D)` are read for their RMS only. `rows` and `self_attention` as in `qk_stats`.
     """
     if logits.ndim != 4 or not logits.is_floating_point():
         raise QKWatchError(f"logits must be float (B, H, Tq, Tk), got {logits.dtype} {tuple(logits.shape)}")
     with torch.autocast(logits.device.type, enabled=False):
         logits = logits.detach()
-        source = LogitSource(logits, _row_plan(logits.shape[2], rows, logits.device))
+        below = hidden_below(logits.dtype) if hiding is None else hiding
+        source = LogitSource(logits, _row_plan(logits.shape[2], rows, logits.device), below)
         rms = {name: _rms(x, _lengths(x)) for name, x in (("q", q), ("k", k)) if x is not None}
         return _measure(source, rms, self_attention)
 
