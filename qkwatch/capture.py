@@ -12,32 +12,19 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from qkwatch.axes import axes_of, spread
 from qkwatch.core import Bias, Core
-from qkwatch.kernels import may_look
-from qkwatch.masks import HIDING
+from qkwatch.descent import Info, filled, is_per_row, products_after, products_of_base, tensors
 from qkwatch.modules import in_backward
 from qkwatch.operations import ADDS, FILLS, FRESH, FUSED, PRODUCTS, SOFTMAX, SUBTRACTS, VIEWS, aten
 from qkwatch.products import Product
-
-
-@dataclass
-class _Info:
-    """What is known of one tensor's descent."""
-
-    weight: bool = False
-    products: tuple[Product, ...] = ()  # in running order; relative positions bring products of their own
-    unshifted: Tensor | None = None  # the logits before a row's own maximum was taken off
-    probs: object | None = None
-    factor: float | None = None
-    biases: tuple[Bias, ...] = ()  # what was added to a product
-
 
 _ALONE: list[CoreCapture] = []
 
@@ -46,7 +33,7 @@ def _is_composite(func: Any, args: Any) -> bool:
     """Made of other operations only. Autograd takes these apart before they get here; inference mode does not."""
     if not isinstance(func, torch._ops.OpOverload):
         return False
-    first = next(iter(_tensors(args)), None)
+    first = next(iter(tensors(args)), None)
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     if first is None or not has_kernel(func.name(), "CompositeImplicitAutograd"):
         return False
@@ -107,7 +94,7 @@ class CoreCapture(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._on_core, self._on_confirm, self._on_unseen = on_core, on_confirm, on_unseen
         self._on_fault, self._fast_path = on_fault, fast_path
-        self._infos: dict[int, tuple[weakref.ref[Tensor], _Info]] = {}
+        self._infos: dict[int, tuple[weakref.ref[Tensor], Info]] = {}
         self._count = 0
         self.paused = False
 
@@ -202,13 +189,14 @@ class CoreCapture(TorchDispatchMode):
         if not weight_a and not weight_b:
             self._count += 1
             factor = (info_a.factor if info_a else None) if (info_b and info_b.factor) else None
-            product = Product(self._count, a, b, out.shape, factor or 1.0, gain)
-            self._tag(out, _Info(products=(product,), biases=biases))
+            product = Product(self._count, a, b, out.shape, factor or 1.0, gain, axes_of(out.shape))
+            self._tag(out, Info(products=(product,), biases=biases))
         elif out.numel() == (b if weight_a else a).numel():
             # a weight that mixes heads (talking heads) leaves logits logits
             other = info_b if weight_a else info_a
             if other is not None and other.products:
-                self._tag(out, _Info(products=other.products, biases=other.biases))
+                mixed = tuple(replace(p, axes=p.axes and spread(p.axes, out.shape)) for p in other.products)
+                self._tag(out, Info(products=mixed, biases=other.biases))
 
     def _softmax(self, x: Tensor, dim: int, out: Tensor) -> None:
         if x.is_nested:
@@ -229,40 +217,40 @@ class CoreCapture(TorchDispatchMode):
             dim=dim,
             factor=product.factor,
             biases=biases,
-            products=info.products,
+            products=(product, *(p for p in info.products if p is not product)),
         )
         token = self._on_core(core)
-        self._tag(out, _Info(probs=token if token is not None else True))
+        self._tag(out, Info(probs=token if token is not None else True))
 
     def _descend(self, func: Any, op: Any, args: Any, out: Any) -> None:
         """Pass on what is known of the inputs to the outputs of any other operation."""
-        found = [(tensor, info) for tensor in _tensors(args) if (info := self._info(tensor)) is not None]
+        found = [(tensor, info) for tensor in tensors(args) if (info := self._info(tensor)) is not None]
         known = [info for _, info in found]
         first = args[0] if args and isinstance(args[0], Tensor) else None
         is_view = op in VIEWS and first is not None
         if not known:
             if is_view and isinstance(first, nn.Parameter):
-                self._tag_all(out, _Info(weight=True))
+                self._tag_all(out, Info(weight=True))
             elif func is aten.mul.Scalar:
-                self._tag(out, _Info(factor=float(args[1])))
+                self._tag(out, Info(factor=float(args[1])))
             return
         logits = [tensor for tensor, info in found if info.products]
-        products = {p.order: p.after(op, args, logits) for info in known for p in info.products}
+        products = products_after(func, args, found, out)
         biases = tuple(bias for info in known for bias in info.biases)
         if products and isinstance(out, Tensor):
             biases += self._added(op, args, logits, out.shape)
-        info = _Info(
+        info = Info(
             biases=biases,
             weight=is_view and known[0].weight,
-            products=tuple(products[order] for order in sorted(products)),
-            unshifted=first if products and op is aten.sub and len(known) == 2 and _is_per_row(args[1]) else None,
+            products=products,
+            unshifted=first if products and op is aten.sub and len(known) == 2 and is_per_row(args[1]) else None,
             probs=next((info.probs for info in known if info.probs is not None), None),
             factor=known[0].factor if is_view else float(args[1]) if func is aten.mul.Scalar else None,
         )
         if info.weight or info.products or info.probs or info.factor:
             self._tag_all(out, info)
             if first is not None and out is first and first._base is not None:  # written in place through a view
-                self._tag(first._base, info)
+                self._tag(first._base, replace(info, products=products_of_base(info, self._info(first._base))))
 
     def _added(self, op: Any, args: Any, logits: list[Tensor], shape: torch.Size) -> tuple[Bias, ...]:
         """The terms of a sum, and what takes the place of logits where it is no product.
@@ -270,13 +258,13 @@ class CoreCapture(TorchDispatchMode):
         Which term is the product of queries and keys is known at the softmax only.
         """
         if op in FILLS:
-            return _filled(args[1], args[2], shape)
+            return filled(args[1], args[2], shape)
         if op is aten.where and len(args) == 3:
             mask, kept, value = args
             if any(value is tensor for tensor in logits):
-                return _filled(mask, kept, shape)
-            return _filled(mask.logical_not(), value, shape)
-        if op not in ADDS and (op not in SUBTRACTS or _is_per_row(args[1])):
+                return filled(mask, kept, shape)
+            return filled(mask.logical_not(), value, shape)
+        if op not in ADDS and (op not in SUBTRACTS or is_per_row(args[1])):
             return ()
         biases = []
         for i, tensor in enumerate(args[:2]):
@@ -295,48 +283,24 @@ class CoreCapture(TorchDispatchMode):
 
     # -- the table ----------------------------------------------------------------------------------------
 
-    def _info(self, tensor: Tensor) -> _Info | None:
+    def _info(self, tensor: Tensor) -> Info | None:
         entry = self._infos.get(id(tensor))
         return entry[1] if entry is not None and entry[0]() is tensor else None
 
     @staticmethod
-    def _is_weight(tensor: Tensor, info: _Info | None) -> bool:
+    def _is_weight(tensor: Tensor, info: Info | None) -> bool:
         if info is not None and info.weight:
             return True
         return isinstance(tensor, nn.Parameter) or (tensor.requires_grad and tensor.is_leaf)
 
-    def _tag(self, tensor: Tensor, info: _Info) -> None:
+    def _tag(self, tensor: Tensor, info: Info) -> None:
         key, table = id(tensor), self._infos
         # the entry, and with it q and k, goes as soon as the tensor does: nothing is kept alive for us
         table[key] = (weakref.ref(tensor, lambda _: table.pop(key, None)), info)
 
-    def _tag_all(self, out: Any, info: _Info) -> None:
-        for tensor in _tensors(out if isinstance(out, (tuple, list)) else (out,)):
+    def _tag_all(self, out: Any, info: Info) -> None:
+        for tensor in tensors(out if isinstance(out, (tuple, list)) else (out,)):
             self._tag(tensor, info)
-
-
-def _filled(mask: Tensor, value: Any, shape: torch.Size) -> tuple[Bias, ...]:
-    """Logits that a fill put there; where it hides their keys, they are told by being too low for a product."""
-    if isinstance(value, Tensor):
-        if value.numel() != 1:
-            return ()
-        if not may_look(value):
-            return (Bias(torch.where(mask, value.detach().float(), 0.0), shape),)
-        value = value.item()
-    return (Bias(mask * float(value), shape),) if HIDING < value < 0 else ()
-
-
-def _is_per_row(tensor: Any) -> bool:
-    return isinstance(tensor, Tensor) and tensor.ndim > 1 and tensor.shape[-1] == 1
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    """The tensors among ``values``, one level of lists deep."""
-    found = [value for value in values if isinstance(value, Tensor)]
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            found.extend(item for item in value if isinstance(item, Tensor))
-    return found
 
 
 @functools.cache

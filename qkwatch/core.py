@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from qkwatch.placement import Placement, place
 from qkwatch.products import Product
 
 
@@ -32,7 +34,7 @@ class Core:
         mask, is_causal, scale: of a fused call; None, False, 1.0 otherwise.
         factor: q and k of PyTorch's unfused SDPA already carry this factor each.
         biases: what was added to the product on its way to the softmax (masks, relative and linear biases).
-        products: all that the logits descend from, this one among them; empty of a fused call.
+        products: all that the logits descend from, the one of q and k first; empty of a fused call.
     """
 
     q: Tensor
@@ -69,50 +71,32 @@ class Core:
     def fused(self) -> bool:
         return self.logits is None
 
+    @cached_property
+    def placement(self) -> Placement | None:
+        """Where queries and keys lie in the logits; None of a fused call, and where it cannot be told."""
+        return place(self.products[0], self.logits, self.dim) if self.logits is not None and self.products else None
+
+    @property
+    def apart(self) -> bool:
+        """The leading axes of queries, keys and logits are the same, so that heads can be told apart."""
+        return self.fused or self.placement is not None
+
     def queries(self) -> Tensor:
-        """(..., Tq, D), in the graph of whoever built it."""
-        if self.logits is None:
-            return self.q
-        q = self.k.transpose(-1, -2) if self._swapped() else self.q
-        heads = self._stacked()
-        if heads == 1:
-            return q
-        # in memory order of the logits: all rows of a head, or all heads of a row, follow one another
-        outer = self.logits.stride(-3) >= self.logits.stride(-2)
-        split: Tensor = q.unflatten(-2, (heads, -1) if outer else (-1, heads))
-        return (split if outer else split.transpose(-3, -2)).flatten(0, -3)
+        """(..., Tq, D), in the graph of whoever built it; the leading axes of the logits, in their order."""
+        return self.q if self.placement is None else self.placement.queries(self.q, self.k)
 
     def keys(self) -> Tensor:
-        """(..., Tk, D), in the graph of whoever built it."""
+        """(..., Tk, D), in the graph of whoever built it; the leading axes of the logits, in their order."""
         if self.logits is None:
             return self.k
-        k, heads = self.q if self._swapped() else self.k.transpose(-1, -2), self._stacked()
-        return k if heads == 1 else k.unsqueeze(-3).expand(*k.shape[:-2], heads, *k.shape[-2:]).flatten(0, -3)
+        return self.k.transpose(-1, -2) if self.placement is None else self.placement.keys(self.q, self.k)
 
     def rows(self) -> Tensor:
         """The logits with queries second to last and keys last: (..., Tq, Tk)."""
         assert self.logits is not None
-        logits = self.logits.movedim(self.dim, -1)
-        rows = self.queries().shape[-2]
-        if logits.ndim > 2 and logits.shape[-2] != rows:
-            axis = next((a for a in range(logits.ndim - 2, -1, -1) if logits.shape[a] == rows), None)
-            if axis is not None:
-                logits = logits.movedim(axis, -2)
-        return logits
-
-    def _stacked(self) -> int:
-        """How many query heads a product with one shared key head multiplied as rows of one matrix."""
-        assert self.logits is not None
-        shape, rows = self.logits.shape, self.q.shape[-2]
-        if len(shape) < 4 or self.dim % len(shape) != len(shape) - 1 or rows in shape[:-1]:
-            return 1
-        total = self.q.shape[:-1].numel()
-        return rows // shape[-2] if rows == shape[-3] * shape[-2] and total == shape[:-1].numel() else 1
-
-    def _swapped(self) -> bool:
-        """Whether the product was K Q^T: the softmax then runs over the product's first axis."""
-        assert self.logits is not None
-        shape, dim = self.logits.shape, self.dim % self.logits.ndim
-        if dim == self.logits.ndim - 1:
-            return shape[dim] != self.k.shape[-1] and shape[dim] == self.q.shape[-2]
-        return dim == self.logits.ndim - 2 and shape[dim] == self.q.shape[-2] and shape[-1] == self.k.shape[-1]
+        placed = self.placement
+        if placed is None:
+            return self.logits.movedim(self.dim, -1)
+        if placed.token is None:
+            return self.logits.movedim(self.dim, -1).unsqueeze(-2)
+        return self.logits.movedim((placed.token, self.dim), (-2, -1))

@@ -19,18 +19,27 @@ _CHEAP = 2**26  # multiply-adds of Q K^T that rows="auto" never minds
 
 
 def measure(core: Core, layout: HeadLayout, rows: Rows, self_attention: bool) -> Packed:
-    """The per-head statistics of one core, still on its device (H, C)."""
-    bias = core.bias
-    bias = None if bias is None or not bias.is_floating_point() or bias.numel() < 2 else bias.detach()
+    """The per-head statistics of one core, still on its device (H, C); of one head where none can be told apart."""
+    if not core.apart:
+        layout, self_attention = HeadLayout(1, "single"), False
     packed = _measure(core, layout, rows, self_attention)
-    if bias is None:
+    bias = core.bias
+    if bias is None or not bias.is_floating_point() or bias.numel() < 2:
         return packed
-    shape = (core.q if core.logits is None else core.logits).shape
-    if layout == HeadLayout(layout.heads, "axis", -3) and len(shape) == 4 and bias.ndim <= 4:
+    bias = bias.detach()
+    if layout == HeadLayout(layout.heads, "axis", -3) and _stands_like_its_biases(core):
         full = bias[(None,) * (4 - bias.ndim)]
         if full.shape[1] in (1, layout.heads):
             return with_bias(packed, full)
     return with_bias(packed, bias.reshape(1, 1, 1, -1))  # not told apart by head
+
+
+def _stands_like_its_biases(core: Core) -> bool:
+    """Whether the biases were added to (B, H, Tq, Tk), which entered the softmax as it was."""
+    if core.logits is None or core.placement is None:
+        return core.fused and core.q.ndim == 4
+    still = core.placement.lead == (0, 1) and core.placement.token == 2
+    return still and all(bias.shape == core.logits.shape for bias in core.biases)
 
 
 def _measure(core: Core, layout: HeadLayout, rows: Rows, self_attention: bool) -> Packed:
@@ -68,7 +77,7 @@ def measure_at(site: Site, core: Core, rows: Rows) -> Packed:
     if layout.kind == "axis" and (len(shape) < -layout.axis or shape[layout.axis] != layout.heads):
         # one of several cores of the site, laid out unlike the one that was looked at
         axes = [axis for axis in range(-len(shape), -2) if shape[axis] == layout.heads]
-        layout = HeadLayout(layout.heads, "axis", axes[0]) if axes else HeadLayout(1, "single")
+        layout = HeadLayout(layout.heads, "axis", axes[0]) if len(axes) == 1 else HeadLayout(1, "single")
     packed = measure(core, layout, rows, site.self_attention)
     if len(packed.values) == site.layout.heads:
         return packed

@@ -36,6 +36,24 @@ VIEWS = {
     ]
     if hasattr(aten, name)
 }
+# which of them move, drop or add whole axes, and which regroup them
+MOVES = {
+    getattr(aten, name)
+    for name in [
+        "t",
+        "transpose",
+        "permute",
+        "expand",
+        "slice",
+        "select",
+        "squeeze",
+        "unsqueeze",
+    ]
+}
+REGROUPS = {aten.view, aten._unsafe_view, aten.reshape}
+COPIES = {aten.detach, aten.alias, aten._to_copy, aten.clone, aten.contiguous}
+# elements change places within an axis
+SHUFFLES = {aten.index, aten.index_select, aten.gather, aten.flip, aten.roll, aten.sort, aten.topk}
 # operation -> positions of the two factors
 PRODUCTS = {aten.bmm: (0, 1), aten.mm: (0, 1), aten.baddbmm: (1, 2), aten.addmm: (1, 2)}
 ADDS = {aten.add, aten.add_}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qkwatch.axes import Axes, follow
 from qkwatch.operations import DIVIDES, MULTIPLIES
 
 
@@ -21,6 +22,7 @@ class Product:
         shape: as it left the multiplication.
         factor: the two of PyTorch's unfused SDPA already carry this factor each.
         gain: what it was multiplied with since, at most.
+        axes: of the tensor that it has become; None where they cannot be told.
     """
 
     order: int
@@ -29,20 +31,25 @@ class Product:
     shape: torch.Size
     factor: float = 1.0
     gain: float | Tensor = 1.0
+    axes: Axes | None = None
 
     def reach(self) -> Tensor:
         """What none of its entries can pass on either side of zero: |a| |b| times all that came since; 0-dim."""
         lengths = [_longest(self.a.detach(), -1), _longest(self.b.detach(), -2)]
         return (lengths[0] * lengths[1] * self.gain).nan_to_num(nan=torch.inf)
 
-    def after(self, op: Any, args: Sequence[Any], known: Sequence[Tensor]) -> Product:
-        """The product behind one more operation, whose arguments ``known`` hold products."""
-        if op not in MULTIPLIES and op not in DIVIDES:
-            return self
-        others = [x for x in args[:2] if not any(x is tensor for tensor in known)]
-        if len(others) != 1 or (op in DIVIDES and others[0] is args[0]):
-            return self
-        return replace(self, gain=self.gain * _most(others[0], inverse=op in DIVIDES))
+    def after(self, func: Any, args: Sequence[Any], source: Tensor, out: Any, others: Sequence[Any]) -> Product:
+        """The product that ``source`` is, behind one more operation; ``others``: arguments that hold no product."""
+        op = getattr(func, "overloadpacket", func)
+        axes = None if self.axes is None or not isinstance(out, Tensor) else follow(func, args, source, self.axes, out)
+        scales = op in MULTIPLIES or (op in DIVIDES and source is args[0])
+        gain = self.gain * _most(others[0], inverse=op in DIVIDES) if scales and len(others) == 1 else self.gain
+        return replace(self, gain=gain, axes=axes)
+
+    def wider(self, other: Product) -> Product:
+        """Itself, or the same product on its way through another argument, whichever is more of the logits."""
+        extents = [sum(len(atoms) for atoms in p.axes) if p.axes is not None else -1 for p in (self, other)]
+        return self if extents[0] >= extents[1] else other
 
     def misfit(self, logits: Tensor, dim: int) -> int:
         """How unlike the logits it is: 0 where it has their rows and keys, 1 where only as many numbers."""

@@ -108,10 +108,12 @@ class Scout:
 
     def _add(self, core: Core, chain: list[nn.Module], call: Call | None) -> _Sighting:
         shape = (core.q if core.fused else core.rows()).shape
-        layout = default_layout(shape)
-        if len(shape) != 4:  # the heads are not known yet: every leading index by itself, put together later
+        layout = default_layout(shape) if core.apart else HeadLayout(1, "single")
+        if (
+            len(shape) != 4 and core.apart
+        ):  # the heads are not known yet: every leading index by itself, put together later
             layout = HeadLayout(shape[:-2].numel(), "minor")
-        if isinstance(owner := _owner(chain), nn.MultiheadAttention):
+        if isinstance(owner := _owner(chain), nn.MultiheadAttention) and core.apart:
             layout = HeadLayout(owner.num_heads, "minor")
         try:
             packed: Packed | None = measure(core, layout, self._rows, self_attention=True)
@@ -303,11 +305,13 @@ class Scout:
 def _put_together(sighting: _Sighting, layout: HeadLayout) -> Packed | None:
     """Figures that were taken under one assumed layout, under the one that was found."""
     packed, assumed = sighting.packed, sighting.layout
-    if packed is None or assumed == layout or assumed.heads == layout.heads:
+    if packed is None or assumed == layout or (assumed.kind == "minor" and assumed.heads == layout.heads):
         return packed
     numbers = torch.arange(assumed.heads, device=packed.values.device)
     if layout.kind == "single":
         return gather_heads(packed, torch.zeros_like(numbers), 1)
+    if assumed.kind != "minor":
+        return None
     if layout.kind == "minor":
         return gather_heads(packed, numbers % layout.heads, layout.heads)
     if layout.kind == "major":

@@ -206,6 +206,8 @@ def _group(line: Tensor) -> list[tuple[tuple[float, ...], list[int]]]:
 def _layout(core: Core, queries: Tensor, numbers: list[float]) -> HeadLayout:
     """Where the heads, known by their numbers in the flattened leading axes, lie in the core's own tensors."""
     heads = len(numbers)
+    if not core.apart:
+        raise Refusal("its logits are not laid out as the product of its queries and keys")
     if heads == 1:
         return HeadLayout(1, "single")
     strides = {b - a for a, b in itertools.pairwise(numbers)}
