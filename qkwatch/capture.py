@@ -182,8 +182,9 @@ class CoreCapture(TorchDispatchMode):
     def _product(self, a: Tensor, b: Tensor, out: Tensor, biases: tuple[Bias, ...], gain: float) -> None:
         info_a, info_b = self._info(a), self._info(b)
         for info in (info_a, info_b):
-            if info is not None and info.probs is not None:
-                self._on_confirm(info.probs)
+            if info is not None and info.probs:
+                for token in info.probs:
+                    self._on_confirm(token)
                 return  # probabilities times values: an output of attention, not logits
         weight_a, weight_b = self._is_weight(a, info_a), self._is_weight(b, info_b)
         if not weight_a and not weight_b:
@@ -220,7 +221,7 @@ class CoreCapture(TorchDispatchMode):
             products=(product, *(p for p in info.products if p is not product)),
         )
         token = self._on_core(core)
-        self._tag(out, Info(probs=token if token is not None else True))
+        self._tag(out, Info(probs=(token,)))
 
     def _descend(self, func: Any, op: Any, args: Any, out: Any) -> None:
         """Pass on what is known of the inputs to the outputs of any other operation."""
@@ -244,7 +245,7 @@ class CoreCapture(TorchDispatchMode):
             weight=is_view and known[0].weight,
             products=products,
             unshifted=first if products and op is aten.sub and len(known) == 2 and is_per_row(args[1]) else None,
-            probs=next((info.probs for info in known if info.probs is not None), None),
+            probs=tuple({id(token): token for info in known for token in info.probs}.values()),
             factor=known[0].factor if is_view else float(args[1]) if func is aten.mul.Scalar else None,
         )
         if info.weight or info.products or info.probs or info.factor:
@@ -279,7 +280,7 @@ class CoreCapture(TorchDispatchMode):
     def descends(self, tensor: Any) -> bool:
         """Whether a tensor holds logits: it descends from a product, and no softmax came between."""
         info = self._info(tensor) if isinstance(tensor, Tensor) else None
-        return info is not None and bool(info.products) and info.probs is None
+        return info is not None and bool(info.products) and not info.probs
 
     # -- the table ----------------------------------------------------------------------------------------
 

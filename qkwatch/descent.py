@@ -21,7 +21,7 @@ class Info:
     weight: bool = False
     products: tuple[Product, ...] = ()  # in running order; relative positions bring products of their own
     unshifted: Tensor | None = None  # the logits before a row's own maximum was taken off
-    probs: object | None = None
+    probs: tuple[object, ...] = ()  # a token per softmax that it descends from: differences of two are attention too
     factor: float | None = None
     biases: tuple[Bias, ...] = ()  # what was added to a product
 

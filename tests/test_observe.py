@@ -657,3 +657,34 @@ def test_a_patched_model_is_watched_too(name):
         assert torch.equal(a.max_logit, b.max_logit)
         gain = model.get_submodule(a.site).qk_norm.q.effective_gain()
         assert bool((a.max_logit <= gain * 1.0001).all())
+
+
+class Differential(nn.Module):
+    """Two softmaxes, of which the second is taken off before the values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(32, 64), nn.Linear(32, 64), nn.Linear(32, 32)
+        with torch.no_grad():
+            self.q.weight[32:] *= 30
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = (p(x).unflatten(-1, (2, 4, 8)).permute(2, 0, 3, 1, 4) for p in (self.q, self.k))
+        first, second = ((a @ b.mT * 8**-0.5).softmax(-1) for a, b in zip(q, k, strict=True))
+        v = self.v(x).unflatten(-1, (4, 8)).transpose(1, 2)
+        return ((first - 0.4 * second) @ v).transpose(1, 2).flatten(2)
+
+
+def test_each_softmax_of_a_difference_is_read_from_the_first_forward_on():
+    torch.manual_seed(0)
+    model, x = Differential(), torch.randn(2, 9, 32)
+    (site,) = qkwatch.find_sites(model, x)
+    with qkwatch.watch(model) as watcher, torch.no_grad():
+        model(x)
+        model(x)
+    first, second, *again = watcher.readings
+    assert bool((second.max_logit > 3 * first.max_logit).all())
+    assert [r.max_logit.tolist() for r in again] == [r.max_logit.tolist() for r in (first, second)]
+    assert site.reading is not None
+    assert site.reading.max_logit.tolist() == second.max_logit.tolist()
+    assert site.reading.rows == first.rows + second.rows
