@@ -16,7 +16,6 @@ from qkwatch.midrun import Live, set_ramp
 from qkwatch.panels import Panels
 from qkwatch.ranks import average_gradients
 from qkwatch.report import say
-from qkwatch.retrofit import patched_sites
 from qkwatch.sharding import reshard
 from qkwatch.watching import Watching
 
@@ -68,6 +67,7 @@ class QKWatch(Watching, *trainers.callback_bases()):  # type: ignore[misc]
     """
 
     _load_hooks: Sequence[Any] = ()  # so that models fit themselves to what they load
+    _before_start: Sequence[Any] = ()  # likewise, for what is loaded before anything runs
     _saved: dict[str, Any] | None = None  # of a checkpoint, until the fit starts
     _groups: Any = None  # likewise
 
@@ -87,6 +87,7 @@ class QKWatch(Watching, *trainers.callback_bases()):  # type: ignore[misc]
         # weight averages that were made before this point are told; later ones copy the hook with the model
         models = [pl_module, *trainers.averaged_models(trainer)]
         hooks = [checkpoints.follow(model) for model in models]
+        self._before_start = [checkpoints.end_ramps(model) for model in models]
         if trainers.loads_by_itself(trainer):
             hooks.append(checkpoints.BeforeLoad(trainer.strategy, functools.partial(self._fit_to, trainer)))
         self._load_hooks = hooks
@@ -109,13 +110,14 @@ class QKWatch(Watching, *trainers.callback_bases()):  # type: ignore[misc]
 
     @guarded
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._started()
         saved, self._saved = self._saved, None
         if saved:
             self._go_on_from(saved)
             self._run.count(trainer.global_step)  # saved between the optimizer's step and our own hook
         elif self._run.counted_at != trainer.global_step:
             self._run.steps, self._run.counted_at = trainers.steps_done(trainer), trainer.global_step
-        self._run.start(patched=bool(patched_sites(pl_module)))
+        self._start(trainer, pl_module)
         self._panels = Panels(trainer.loggers if trainer.is_global_zero and not trainer.fast_dev_run else [])
         # of a model that came patched: after the optimizers' state was loaded by index, no sooner
         reshard(pl_module)
@@ -152,6 +154,7 @@ class QKWatch(Watching, *trainers.callback_bases()):  # type: ignore[misc]
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Evaluating a checkpoint outside a fit: as far on its ramp as it was when it was saved."""
+        self._started()
         if self._saved and trainer.state.fn != "fit":
             set_ramp(pl_module, self._saved["run"].get("ramp"))
 
@@ -177,7 +180,13 @@ class QKWatch(Watching, *trainers.callback_bases()):  # type: ignore[misc]
         reshard(pl_module)
         checkpoints.save_groups(checkpoint, pl_module, trainer.optimizers)
 
+    def _started(self) -> None:
+        for handle in self._before_start:
+            handle.remove()
+        self._before_start = ()
+
     def _unfollow(self) -> None:
+        self._started()
         for handle in self._load_hooks:
             handle.remove()
         self._load_hooks = ()

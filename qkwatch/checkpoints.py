@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
+from qkwatch.midrun import set_ramp
 from qkwatch.optim import group_names, regroup, remove_parameters
 from qkwatch.retrofit import match_, norm_parameters, patched_sites, plan_of
 from qkwatch.schedulers import unwrap
@@ -28,6 +29,15 @@ M = TypeVar("M")
 def follow(model: nn.Module) -> Any:
     """From now on `model` patches or unpatches itself to fit the weights it is about to load; returns the handle."""
     return model.register_load_state_dict_pre_hook(_fit_to)
+
+
+def end_ramps(model: nn.Module) -> Any:
+    """From now on weights that are loaded end any ramp of `model`: they do not hold how far it had come."""
+    return model.register_load_state_dict_pre_hook(_end_ramps)
+
+
+def _end_ramps(module: nn.Module, *args: Any) -> None:
+    set_ramp(module, None)
 
 
 def _fit_to(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
@@ -76,6 +86,7 @@ def fit_sharded(
     reshard(model)
     before = [p for _, p in norm_parameters(model)]
     match_(model, plan_of(state), present=state)
+    set_ramp(model, None)
     kept = {id(p) for _, p in norm_parameters(model)}
     remove_parameters(optimizers, [p for p in before if id(p) not in kept], schedulers)
     restore_groups(saved_groups(checkpoint), model, optimizers, schedulers)

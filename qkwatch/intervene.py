@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from qkwatch.clip import QKClip
-from qkwatch.midrun import Live, Recipe, clip_for, patch_, set_ramp, take_back_
+from qkwatch.midrun import Live, Recipe, clip_for, patch_, ramp_of, set_ramp, take_back_
 from qkwatch.monitor import Monitor
 from qkwatch.progress import Progress
 from qkwatch.reading import Reading
@@ -80,6 +80,17 @@ class Intervention:
             run.ramp_from = None
         run.ramp = alpha if alpha < 1.0 else None
         set_ramp(model, run.ramp)
+
+    def take_up_ramp(self, model: nn.Module, run: Progress) -> str | None:
+        """Go on with a ramp that an earlier run left unfinished on the model; returns what is done, in words."""
+        alpha = ramp_of(model) if run.ramp_from is None else None
+        if alpha is None:
+            return None
+        left = min(self.ramp_steps, max(1, round((1.0 - alpha) * self.ramp_steps)))
+        run.ramp_over = max(self.ramp_steps, 1)
+        run.ramp_from = run.steps + left - run.ramp_over
+        how = f"over the next {left:,} steps" if left else "at once (ramp_steps=0)"
+        return f"the model comes {alpha:.0%} of the way along a ramp to its normed function; it goes the rest {how}"
 
     def clip_heads(self, live: Live, monitor: Monitor, readings: Sequence[Reading]) -> int:
         """QK-clip: shrink what these readings ask for; returns the number of heads.

@@ -188,6 +188,12 @@ def take_back_(live: Live, report: RetrofitReport) -> None:
     remove_parameters(live.optimizers, gains, live.schedulers)
 
 
+def ramp_of(model: nn.Module) -> float | None:
+    """How far the least advanced patch of the model has come on a ramp; None where none is on one."""
+    ramps = [n.q.ramp for n in named_modules(model).values() if isinstance(n, QKNorm) and n.q.ramp is not None]
+    return min(map(float, ramps), default=None)
+
+
 def set_ramp(model: nn.Module, alpha: float | None) -> None:
     """How far every patch of the model has come: 0 the old function, 1 or None the normed one."""
     for module in named_modules(model).values():

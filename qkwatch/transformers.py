@@ -129,7 +129,7 @@ class QKWatchCallback(Watching, TrainerCallback, ExportableState):
         if saved.get("run"):
             self._go_on_from(saved)
         self._run.steps = self._run.counted_at = state.global_step
-        self._run.start(patched=bool(patched_sites(model)))
+        self._start({"state": state}, model)
         self._panels = Panels([*self.loggers, *_tensorboard(args)] if state.is_world_process_zero else [])
 
     @guarded

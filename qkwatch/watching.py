@@ -20,7 +20,7 @@ from qkwatch.progress import Progress
 from qkwatch.ranks import Ranks
 from qkwatch.reading import Reading
 from qkwatch.report import alert_text, reading_table, retrofit_text, summary
-from qkwatch.retrofit import RetrofitReport
+from qkwatch.retrofit import RetrofitReport, patched_sites
 from qkwatch.rules import Alert, Level, Thresholds
 from qkwatch.sites import Site
 from qkwatch.variants import CLIP, Calibrate, Variant, get_variant
@@ -143,6 +143,13 @@ class Watching(Guard):
         self._monitor.rules.load_state_dict(saved["rules"])
         self._monitor.last_measured = saved["last_measured"]
         self._run = Progress.from_state_dict(saved["run"])
+
+    def _start(self, host: Any, model: nn.Module) -> None:
+        """What the model brings with it, once it is known where the run is."""
+        self._run.start(patched=bool(patched_sites(model)))
+        ramping = self._intervention.take_up_ramp(model, self._run)
+        if ramping is not None:
+            self._say(host, f"qkwatch: {ramping}")
 
     # -- one step -------------------------------------------------------------------------------------------
 
