@@ -59,7 +59,8 @@ class QKWatch(Watching, *trainers.callback_bases()):  # type: ignore[misc]
         retrofits: what was patched, when, and the loss around it.
 
     Raises:
-        QKWatchError: an unknown option or variant at once; a layer glob that matches no site with the first forward.
+        QKWatchError: an unknown option or variant at once; with the first forward a layer glob that matches no site,
+            and nothing that has yet to run.
 
     Example::
 

@@ -62,6 +62,7 @@ class ModuleStack:
     def __init__(self, on_exit: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None] | None = None):
         self.frames: list[nn.Module] = []
         self.on_exit = on_exit
+        self.ran: set[int] = set()  # identities of all modules that have run
         self._handles: list[Any] = []
 
     def __enter__(self) -> ModuleStack:
@@ -80,6 +81,7 @@ class ModuleStack:
     def _push(self, module: nn.Module, args: Any) -> None:
         if not in_backward():
             self.frames.append(module)
+            self.ran.add(id(module))
 
     def _pop(self, module: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
         if in_backward() or module not in self.frames:

@@ -16,17 +16,22 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from qkwatch.layout import HeadLayout
+from qkwatch.lookout import Lookout, unseen_parts
 from qkwatch.measure import Rows
-from qkwatch.modules import named_modules
+from qkwatch.modules import named_modules, unwrap
 from qkwatch.observe import Observer, readings_of
+from qkwatch.pooling import pool
 from qkwatch.ranks import Broken, Ranks
-from qkwatch.reading import COLUMNS, MAXIMA, Packed, Reading, merge
+from qkwatch.reading import Packed, Reading, merge
 from qkwatch.rules import Alert, Rules, Thresholds
 from qkwatch.scout import Scout
 from qkwatch.sharding import shards
-from qkwatch.sites import Site, select
+from qkwatch.sites import Site, choose, matches, no_match, unmatched
 
-_SEARCHES = 3  # how often the monitor looks for sites: at first, and again while there is reason to
+_AT_ONCE = 3  # searches, for what there is reason to look for, before they become rare
+_UNREAD = 4  # measured steps without a reading of a site, before the next is taken off the cadence
+ELSEWHERE = "it did not run on this rank"
 T = TypeVar("T")
 
 
@@ -49,6 +54,7 @@ class Monitor:
         broken: what failed on this rank; `collect` tells the others, and raises on all of them.
         told: all ranks have been told.
         empty: the last search saw no attention.
+        waiting: patterns of `layers` that match no site yet, but parts of the model that have not run.
     """
 
     def __init__(
@@ -70,6 +76,8 @@ class Monitor:
         self._last_whole: int | None = None
         self.broken: Exception | None = None
         self.told = self.empty = False
+        self.waiting: list[str] = []
+        self._unmatched: list[str] | None = None  # patterns that never matched a site
         self._layers, self._rows = layers, rows
         self._on_fault, self._on_unseen = on_fault, on_unseen
         self._known: list[Site] = []  # also those that `layers` leaves out
@@ -78,20 +86,45 @@ class Monitor:
         self._searching = False  # sites are to be settled when the forward pass ends
         self._collecting = False  # figures are to be collected when the step ends
         self._packs: list[tuple[Site, Packed]] = []
-        self._searches = 0
-        self._strangers = False
+        self._ran: set[int] = set()  # modules
+        self._strangers = False  # attention ran in none of the known sites
+        self._unseen = False  # parts of the model have not run yet
+        self._unread: dict[str, int] = {}  # measured steps since a site was read
+        self._lookouts()
         self._kept_at: int | None = None
         self._reported: int | None = None
 
     # -- the three calls of a step --------------------------------------------------------------------------
 
     def due(self, step: int) -> bool:
-        """Whether ``step`` is to be measured, and was not yet (gradient accumulation)."""
-        return step % self.every_n_steps == 0 and step != self.last_measured and not self.found_nothing
+        """Whether ``step`` is to be measured, and was not yet (gradient accumulation).
+
+        Off the cadence only where there is reason to think that something runs which the cadence misses.
+        """
+        if step == self.last_measured:
+            return False
+        on_cadence = step % self.every_n_steps == 0
+        if not self._known:
+            return self._missing.due(step) if self._missing.at_a_loss else on_cadence
+        return on_cadence or self._must_search(step) or (self._starving and self._hunger.due(step))
 
     def keep_due(self, step: int) -> bool:
         """Whether the sites' inputs at ``step`` are still to be kept."""
-        return step != self._kept_at and not self.found_nothing
+        return step != self._kept_at and (bool(self._known) or self._missing.due(step))
+
+    def _lookouts(self) -> None:
+        self._missing = Lookout(self.every_n_steps, _AT_ONCE)  # sites that there should be
+        self._hidden = Lookout(self.every_n_steps)  # sites that there may be in parts that have not run
+        self._hunger = Lookout(_UNREAD * self.every_n_steps)  # sites that the cadence misses
+
+    def _must_search(self, step: int) -> bool:
+        if not self._known:
+            return True
+        return (self._strangers and self._missing.due(step)) or (self._unseen and self._hidden.due(step))
+
+    @property
+    def _starving(self) -> bool:
+        return any(count >= _UNREAD for count in self._unread.values())
 
     @property
     def last_whole(self) -> int | None:
@@ -103,19 +136,13 @@ class Monitor:
         """Whether inputs were kept since the sites were found; the same on every rank."""
         return self._kept_at is not None
 
-    @property
-    def found_nothing(self) -> bool:
-        """Searched often enough, in vain."""
-        return not self._known and not self._searching and self._searches >= _SEARCHES
-
     def begin(self, step: int, *, keep_calls: bool = False) -> None:
         """Attach for one forward pass. ``keep_calls``: the sites' inputs will be wanted (for a retrofit)."""
         self.discard()
         self._last_whole, self.last_measured, self._collecting = self.last_whole, step, True
         self._kept_at = step if keep_calls else self._kept_at
-        self._searching = not self._known or (self._strangers and self._searches < _SEARCHES)
-        self._searches += self._searching
-        self._packs, self._strangers = [], False
+        self._searching = self._must_search(step)
+        self._packs = []
         if self.broken is None:
             self._locally(lambda: self._attach(keep_calls))
 
@@ -123,10 +150,11 @@ class Monitor:
         """Detach; after a search, settle the sites. Nothing happens where nothing is attached or due.
 
         Raises:
-            QKWatchError: a layer glob matches no site, on every rank.
+            QKWatchError: a layer glob matches no site, on every rank, and nothing that has yet to run.
         """
         finished = self._detach()
         if finished is not None:
+            self._ran |= finished.ran
             for name, operation in finished.unseen.items():
                 self._on_unseen(name, operation)
         if self._searching:
@@ -152,6 +180,7 @@ class Monitor:
         if self.ranks.size > 1:
             merged = self._over_ranks(merged)
         readings = [r for r in readings_of(merged, step) if r.rows or r.excluded_rows] if merged else []
+        self._note_read(step, {reading.site for reading in readings})
         if step == self._reported:
             return [], []  # measured again for the sake of its inputs only
         self._reported = step if readings else self._reported
@@ -169,15 +198,24 @@ class Monitor:
 
     def reset_sites(self) -> None:
         """The model has changed: find the sites anew at the next measured step."""
-        self._known, self.sites, self._searches, self._kept_at = [], [], 0, None
+        self._known, self.sites, self._kept_at = [], [], None
+        self._strangers, self._unread = False, {}
+        self._lookouts()
 
     # -- attached or not ------------------------------------------------------------------------------------
 
     def _attach(self, keep_calls: bool) -> None:
         if self._searching:
-            active: Scout | Observer = Scout(self.model, self._rows)
+            active: Scout | Observer = Scout(self.model, self._rows, outside=True)
         else:
-            active = Observer(self.sites, self._rows, on_fault=self._on_fault, keep_calls=keep_calls, known=self._known)
+            active = Observer(
+                self.sites,
+                self._rows,
+                on_fault=self._on_fault,
+                keep_calls=keep_calls,
+                known=self._known,
+                root=unwrap(self.model),
+            )
         # a compiled model runs eagerly in this step: hooks and modes do not reach into compiled code
         self._stance = torch.compiler.set_stance("force_eager")
         self._active = active
@@ -208,14 +246,41 @@ class Monitor:
     # -- sites ----------------------------------------------------------------------------------------------
 
     def _settle(self, scout: Scout | None) -> None:
-        """Agree with all ranks on the sites."""
+        """Agree with all ranks on the sites: those that were found, and those known before."""
         together = self._together(scout)
         found = self._locally(lambda: scout.sites(together)) or [] if scout is not None else []
         if scout is not None and scout.fault is not None:
             self._on_fault("", scout.fault)
-        self._known = self._agree(found) if self.ranks.size > 1 else found
+        before = {site.name for site in self._known}
+        # a core that was known by the module it ran in may by now be known by one that holds its projections
+        gone = set() if scout is None else set(scout.owners) - {site.name for site in found}
+        parts = unseen_parts(self.model, self._ran)
+        self._known, self._unseen = self._agree(found, gone, bool(parts))
+        news = any(site.name not in before for site in self._known)
+        if self._strangers or not before:
+            self._missing.looked(self.last_measured or 0, news)
+        self._hidden.looked(self.last_measured or 0, news)
+        self._strangers &= not news
         self.empty = not self._known and (scout is None or scout.fault is None)
-        self.sites = select(self._known, self._layers) if self._known else []
+        self.sites = choose(self._known, self._layers)
+        if self._known:
+            self._check_layers(parts)
+
+    def _check_layers(self, parts: Sequence[str]) -> None:
+        """A pattern that matches no site is a mistake, unless what it speaks of has yet to run somewhere.
+
+        That is for the first search to say: a run is not stopped later on.
+        """
+        missing = unmatched(self._known, self._layers)
+        first, self._unmatched = self._unmatched is None, missing if self._unmatched is None else self._unmatched
+        self.waiting = self._unmatched = [pattern for pattern in missing if pattern in self._unmatched]
+        if not self.waiting or not first:
+            return
+        hopeless = [pattern for pattern in self.waiting if not matches(parts, pattern)]
+        told = self.ranks.gather_objects(hopeless)
+        for pattern in hopeless:
+            if all(pattern in part for part in told):
+                raise no_match(pattern, self._known)
 
     def _together(self, scout: Scout | None) -> bool:
         """Whether all ranks are about to look at the same sites, so that weights that are sharded can be gathered."""
@@ -224,28 +289,50 @@ class Monitor:
         owners = self.ranks.gather_objects(None if scout is None else scout.owners)
         return all(part is not None and part == owners[0] for part in owners)
 
-    def _agree(self, found: list[Site]) -> list[Site]:
-        """Every rank's sites in one order; one that did not run here is known by another rank's description."""
-        mine = {site.name: site for site in found}
-        described = [(s.name, s.q_heads, s.k_heads, s.head_dim, s.layout, s.self_attention) for s in found]
-        modules = named_modules(self.model)
-        for part in self.ranks.gather_objects(described):
-            for name, q_heads, k_heads, head_dim, layout, is_self in part:
-                if name not in mine and name in modules:
+    def _agree(self, found: list[Site], gone: set[str], unseen: bool) -> tuple[list[Site], bool]:
+        """Every rank's sites in one order, and whether parts of the model have run on no rank, or not on all.
+
+        A site that did not run here is known from before, or by another rank's description.
+        """
+        modules, mine = named_modules(self.model), {site.name: site for site in found}
+        known = {site.name: site for site in self._known}
+        if self.ranks.size > 1:
+            described = [(s.name, s.q_heads, s.k_heads, s.head_dim, s.layout, s.self_attention) for s in found]
+            told = self.ranks.gather_objects((described, gone, unseen))
+            unseen, gone = any(part[2] for part in told), set[str]().union(*(part[1] for part in told))
+            layouts: dict[str, HeadLayout] = {}
+            for name, q_heads, k_heads, head_dim, layout, is_self in (one for part in told for one in part[0]):
+                layouts.setdefault(name, layout)
+                if name not in mine and name in known:
+                    mine[name] = known[name]
+                elif name not in mine and name in modules:
                     mine[name] = Site(
                         name,
                         q_heads,
                         k_heads,
                         head_dim,
-                        reason="it did not run on this rank",
+                        reason=ELSEWHERE,
                         module=modules[name],
                         layout=layout,
                         self_attention=is_self,
                     )
-        order = {name: i for i, name in enumerate(modules)}
-        return sorted(mine.values(), key=lambda site: order.get(site.name, len(order)))
+            for name in mine.keys() & layouts.keys():
+                if mine[name].layout.heads != layouts[name].heads:  # it is gathered in one shape
+                    mine[name].layout = layouts[name]
+        older = {name: site for name, site in known.items() if name not in mine and name not in gone}
+        sites = [*mine.values(), *older.values()]
+        if older or self.ranks.size > 1:
+            order = {name: i for i, name in enumerate(modules)}
+            sites.sort(key=lambda site: order.get(site.name, len(order)))
+        return sites, unseen
 
     # -- readings -------------------------------------------------------------------------------------------
+
+    def _note_read(self, step: int, read: set[str]) -> None:
+        """Which sites go unread; where the cadence misses one, a step off it may have met it."""
+        if self._starving and self._hunger.due(step):
+            self._hunger.looked(step, any(self._unread.get(name, 0) >= _UNREAD for name in read))
+        self._unread = {s.name: 0 if s.name in read else self._unread.get(s.name, 0) + 1 for s in self.sites}
 
     def _merged(self, packs: Sequence[tuple[Site, Packed]]) -> list[tuple[Site, Packed]]:
         """The calls of each site put together; sites that did not run are left out."""
@@ -253,36 +340,12 @@ class Monitor:
         return [(site, merge(calls[id(site)])) for site in self.sites if calls[id(site)]]
 
     def _over_ranks(self, mine: list[tuple[Site, Packed]]) -> list[tuple[Site, Packed]]:
-        """All sites over all ranks, in one collective; what does not fit here (two ranks took a site differently)
-        counts as not run."""
-        like = mine[0][1].values if mine else torch.zeros(0, dtype=torch.float64, device=_device(self.model))
-        ran = {id(site): packed.values for site, packed in mine}
-        parts = []
-        for site in self.sites:
-            values = ran.get(id(site))
-            fits = values is not None and len(values) == site.layout.heads
-            parts.append(values.to(like) if fits and values is not None else _nothing(site.layout.heads, like))
-        flags = _nothing(1, like)  # one more row: what every rank should know of every other
-        flags[0, 0], flags[0, 1] = float(self._strangers), float(self.broken is not None)
-        gathered = self.ranks.gather(torch.cat([*parts, flags]))  # (ranks, all heads + 1, C)
-        cut = len(MAXIMA)
-        total = torch.cat([gathered[..., :cut].amax(0), gathered[..., cut:].sum(0)], -1)
-        self._strangers = bool(total[-1, 0] > 0)
-        if bool(total[-1, 1] > 0):
+        """All sites over all ranks, and what every rank should know of every other."""
+        parameter = next(self.model.parameters(), None)
+        device = torch.device("cpu") if parameter is None else parameter.device
+        merged, flags = pool(self.sites, mine, (self._strangers, self.broken is not None), self.ranks, device)
+        self._strangers = flags[0]
+        if flags[1]:
             self.told = True
             raise self.broken or Broken("the monitor failed on another rank")
-        totals = total[:-1].split([len(part) for part in parts]) if parts else ()
-        # whether a reading is exact travels in its "sampled" column
-        return [(site, Packed(values, True)) for site, values in zip(self.sites, totals, strict=True)]
-
-
-def _nothing(heads: int, like: torch.Tensor) -> torch.Tensor:
-    """What a site that did not run adds to a reduction, (heads, C)."""
-    values = like.new_zeros(heads, len(COLUMNS))
-    values[:, : len(MAXIMA)] = -torch.inf
-    return values
-
-
-def _device(model: nn.Module) -> torch.device:
-    parameter = next(model.parameters(), None)
-    return torch.device("cpu") if parameter is None else parameter.device
+        return merged

@@ -33,6 +33,8 @@ class Observer:
         on_fault: called with (site name, exception) when a measurement fails; the forward pass goes on.
         keep_calls: keep each site's first inputs (for a retrofit), in ``site.call``.
         known: sites that are not to be measured, but are no news either.
+        root: the model; what runs outside of any module's forward is its own then, and what runs in modules that
+            are none of its is no news.
     """
 
     def __init__(
@@ -42,12 +44,19 @@ class Observer:
         on_fault: Callable[[str, Exception], None] | None = None,
         keep_calls: bool = False,
         known: Sequence[Site] = (),
+        root: nn.Module | None = None,
     ):
         self._sites = {id(site.module): site for site in sites}
         self._known = {id(site.module) for site in known} | set(self._sites)
-        self._rows, self._on_fault = rows, on_fault
+        self._rows, self._on_fault, self._root = rows, on_fault, root
         self._stack = ModuleStack(self._left if keep_calls else None)
-        self._capture = CoreCapture(self._saw, on_unseen=self._unseen, on_fault=self._fault, fast_path=self._fast_path)
+        self._capture = CoreCapture(
+            self._saw,
+            on_confirm=self._confirm,
+            on_unseen=self._unseen,
+            on_fault=self._fault,
+            fast_path=self._fast_path,
+        )
         self._kept: set[int] = set()
         self.packs: list[tuple[Site, Packed]] = []
         self.unseen: dict[str, str] = {}
@@ -71,16 +80,36 @@ class Observer:
         capture.redirect(self._capture)
         self._stack, self._capture = stack, capture
 
-    def _site(self) -> Site | None:
-        frames = reversed(self._stack.frames)
-        return next((self._sites[id(m)] for m in frames if id(m) in self._sites), None)
+    @property
+    def ran(self) -> set[int]:
+        """Identities of the modules that have run."""
+        return self._stack.ran
 
-    def _saw(self, core: Core) -> None:
+    def _frames(self) -> list[nn.Module]:
+        """The modules that are running, innermost first."""
+        return [*reversed(self._stack.frames)] or ([] if self._root is None else [self._root])
+
+    def _site(self) -> Site | None:
+        return next((self._sites[id(m)] for m in self._frames() if id(m) in self._sites), None)
+
+    def _saw(self, core: Core) -> object:
         site = self._site()
         if site is not None:
             self.packs.append((site, measure_at(site, core, self._rows)))
-        elif core.fused and not any(id(m) in self._known for m in self._stack.frames):
-            self.strangers = True
+        elif not self.strangers and self._is_news():
+            self.strangers = core.fused
+            return self  # otherwise it has yet to prove to be attention
+        return None
+
+    def _is_news(self) -> bool:
+        frames = self._frames()
+        if any(id(m) in self._known for m in frames):
+            return False
+        own = None if self._root is None else {id(m) for m in self._root.modules()}
+        return own is None or any(id(m) in own for m in frames)
+
+    def _confirm(self, token: object) -> None:
+        self.strangers |= token is self
 
     def _fast_path(self, op: Any, args: tuple[Any, ...]) -> None:
         core, chain, _ = fast_path_core(op, args, list(reversed(self._stack.frames)))

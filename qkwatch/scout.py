@@ -25,6 +25,7 @@ from qkwatch.sharding import unsharded
 from qkwatch.sites import Site
 from qkwatch.trace import find_taps
 
+OUTSIDE = "it runs outside of any module's forward (in training_step itself, or in a method it calls)"
 _WIDEN = 3  # how many ancestors with weights may be tried for the projections that a core's own module lacks
 
 
@@ -61,10 +62,19 @@ class _Sighting:
 
 
 class Scout:
-    """While entered, collects the cores of a model's forward pass; `sites` then finds out whose they are."""
+    """While entered, collects the cores of a model's forward pass; `sites` then finds out whose they are.
 
-    def __init__(self, model: nn.Module, rows: Rows = "all", on_done: Callable[[], None] | None = None):
-        self._root, self._on_done = unwrap(model), on_done
+    ``outside``: what runs outside of any module's forward (in a training step) is the model's too.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        rows: Rows = "all",
+        on_done: Callable[[], None] | None = None,
+        outside: bool = False,
+    ):
+        self._root, self._on_done, self._outside = unwrap(model), on_done, outside
         self._names = {id(m): name for name, m in reversed(named_modules(model).items())}
         self._rows = rows
         self.stack = ModuleStack(self._left)
@@ -95,6 +105,8 @@ class Scout:
         self.fault = self.fault or fault
 
     def _chain(self) -> list[nn.Module]:
+        if self._outside and not self.stack.frames:
+            return [self._root]  # outside of any module's forward
         return [m for m in reversed(self.stack.frames) if id(m) in self._names]
 
     def _unseen(self, operation: str) -> None:
@@ -164,6 +176,11 @@ class Scout:
         return list(sites.values())
 
     @property
+    def ran(self) -> set[int]:
+        """Identities of the modules that have run."""
+        return self.stack.ran
+
+    @property
     def owners(self) -> list[str]:
         """Whose cores ran, in the order in which `sites` will look at them."""
         return [self._names[id(_owner(group[0].chain))] for group in self._groups()]
@@ -227,7 +244,7 @@ class Scout:
         at_core = self._site_at_core(owner) if refusal is None or not refusal.normed else None
         if at_core is not None:
             return at_core
-        reason = refusal.reason if refusal else "the inputs of its forward are not known"
+        reason = refusal.reason if refusal else self._without_inputs(owner)
         if refusal is not None and refusal.normed:
             reason = "its queries and keys are normed already"
         layout = first.layout if first.layout.kind == "axis" else HeadLayout(1, "single")
@@ -242,6 +259,10 @@ class Scout:
             layout=layout,
             call=self._calls.get(id(owner)),
         )
+
+    def _without_inputs(self, owner: nn.Module) -> str:
+        outside = self._outside and owner is self._root and id(owner) not in self._calls
+        return OUTSIDE if outside else "the inputs of its forward are not known"
 
     def _site_at_core(self, owner: nn.Module) -> Site | None:
         """A site that is normed where its fused softmax takes queries and keys, or could be."""

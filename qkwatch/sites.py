@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -51,13 +51,31 @@ def select(sites: Sequence[Site], layers: str | Sequence[str] | None) -> list[Si
     Raises:
         QKWatchError: a pattern matches no site; the message lists the names.
     """
-    if layers is None:
-        return list(sites)
-    patterns = [layers] if isinstance(layers, str) else list(layers)
-    for pattern in patterns:
-        if not any(fnmatchcase(site.name, pattern.lstrip("!")) for site in sites):
-            names = ", ".join(repr(site.name) for site in sites) or "none"
-            raise QKWatchError(f"layers={pattern!r} matches no attention site; the sites are: {names}")
+    for pattern in unmatched(sites, layers):
+        raise no_match(pattern, sites)
+    return choose(sites, layers)
+
+
+def unmatched(sites: Sequence[Site], layers: str | Sequence[str] | None) -> list[str]:
+    """The patterns that match none of the sites."""
+    names = [site.name for site in sites]
+    return [pattern for pattern in _patterns(layers) if not matches(names, pattern)]
+
+
+def matches(names: Iterable[str], pattern: str) -> bool:
+    """Whether a pattern, excluding or not, speaks of one of the names."""
+    return any(fnmatchcase(name, pattern.lstrip("!")) for name in names)
+
+
+def no_match(pattern: str, sites: Sequence[Site]) -> QKWatchError:
+    """What is raised for a pattern that matches nothing."""
+    names = ", ".join(repr(site.name) for site in sites) or "none"
+    return QKWatchError(f"layers={pattern!r} matches no attention site; the sites are: {names}")
+
+
+def choose(sites: Sequence[Site], layers: str | Sequence[str] | None) -> list[Site]:
+    """`select` for patterns of which some may match nothing yet."""
+    patterns = _patterns(layers)
     wanted = [p for p in patterns if not p.startswith("!")] or ["*"]
     unwanted = [p[1:] for p in patterns if p.startswith("!")]
     return [
@@ -65,3 +83,9 @@ def select(sites: Sequence[Site], layers: str | Sequence[str] | None) -> list[Si
         for site in sites
         if any(fnmatchcase(site.name, p) for p in wanted) and not any(fnmatchcase(site.name, p) for p in unwanted)
     ]
+
+
+def _patterns(layers: str | Sequence[str] | None) -> list[str]:
+    if layers is None:
+        return []
+    return [layers] if isinstance(layers, str) else list(layers)

@@ -175,7 +175,10 @@ class Watching(Guard):
         self._run.note_loss(loss, self._step)
         self._intervention.note_loss(self._step, loss)
         if self._monitor.empty and self._first_time("empty"):
-            self._say(host, "qkwatch: no softmax attention ran in this model's forward pass: nothing to watch")
+            self._say(host, "qkwatch: no softmax attention has run in this model so far: nothing to watch yet")
+        for pattern in self._monitor.waiting:
+            text = f"layers={pattern!r} matches nothing that has run so far; it may match what runs later"
+            self._warn_once(f"layers {pattern}", text)
 
     @guarded
     def _consider(self, host: Any, model: nn.Module) -> None:

@@ -115,7 +115,7 @@ def test_a_site_that_appears_later_is_found_later() -> None:
     assert len(step(watch, model, 4)[0]) == 4
 
 
-def test_no_attention_is_looked_for_three_times() -> None:
+def test_no_attention_is_looked_for_ever_more_rarely() -> None:
     model = nn.Linear(2, 2)
     watch = monitor(model)
     for number in range(0, 6, 2):
@@ -124,9 +124,93 @@ def test_no_attention_is_looked_for_three_times() -> None:
         model(torch.ones(1, 2))
         assert watch.collect(number) == ([], [])
         assert watch.empty
-    assert watch.found_nothing
     assert not watch.due(6)
     assert not watch.keep_due(6)
+    searched = []
+    for number in range(6, 1000):
+        if watch.due(number):
+            searched.append(number)
+            watch.begin(number)
+            model(torch.ones(1, 2))
+            watch.collect(number)
+    assert searched == [7, 12, 21, 38, 71, 136, 265, 522]
+
+
+class Some(nn.Module):
+    """Blocks of which each pass runs some only."""
+
+    def __init__(self, blocks: int = 2, runs: Any = None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Net() for _ in range(blocks))
+        self.runs = [0] if runs is None else runs
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return sum(self.blocks[i](ids) for i in self.runs)
+
+
+def watched(watch: Monitor) -> list[str]:
+    return sorted({site.name.split(".")[1] for site in watch.sites})
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_search_forgets_no_site_that_did_not_run_in_it(several: bool) -> None:
+    model = Some(3)
+    watch = monitor(model, ranks=Echo().ranks() if several else Ranks())
+    for number, runs in enumerate([[0, 1], [0, 2], [2]]):
+        model.runs = runs
+        step(watch, model, 2 * number)
+    assert watched(watch) == ["0", "1", "2"]
+    order = [site.name for site in watch.sites]
+    assert order == sorted(order)
+    model.runs = [1]
+    assert {r.site.split(".")[1] for r in step(watch, model, 8)[0]} == {"1"}
+
+
+@pytest.mark.parametrize("kind", ["sdpa", "eager"])
+@pytest.mark.parametrize(("period", "every"), [(2, 10), (4, 4), (3, 2)])
+def test_what_alternates_with_the_cadence_is_read_too(period: int, every: int, kind: str) -> None:
+    model = Some(period)
+    model.blocks = nn.ModuleList(Net(kind) for _ in range(period))
+    watch = monitor(model, every_n_steps=every)
+    last: dict[str, int] = {}
+    for number in range(600):
+        model.runs = [number % period]
+        if watch.due(number):
+            last |= {r.site.split(".")[1]: number for r in step(watch, model, number)[0]}
+    assert sorted(last) == [str(i) for i in range(period)]
+    assert min(last.values()) > 200  # and not once only
+
+
+def test_a_model_that_runs_whole_is_measured_on_the_cadence_only() -> None:
+    model = Net()
+    watch = monitor(model)
+    assert [n for n in range(20) if watch.due(n) and step(watch, model, n)] == list(range(0, 20, 2))
+
+
+def test_attention_outside_of_any_forward_is_read_and_says_so() -> None:
+    model = Net()
+    watch = monitor(model)
+    q = torch.randn(2, 3, 4, 8)
+    for number in (0, 2):
+        watch.begin(number)
+        model.head(torch.zeros(1, 16))
+        nn.functional.scaled_dot_product_attention(q, q, q)
+        watch.end_forward()
+        readings, _ = watch.collect(number)
+        assert [(r.site, r.heads) for r in readings] == [("", 3)]
+    assert "outside of any module" in watch.sites[0].reason
+
+
+def test_attention_of_another_model_is_no_news() -> None:
+    model, other = Net(), Net()
+    watch = monitor(model)
+    step(watch, model, 0)
+    for number in (2, 4):
+        watch.begin(number)
+        loss_of(other, IDS[:4])
+        watch.collect(number)
+        assert not watch._strangers
+    assert [site.name for site in watch.sites] == SITES
 
 
 def test_globs() -> None:
@@ -135,6 +219,26 @@ def test_globs() -> None:
     loss_of(watch.model, IDS)
     with pytest.raises(QKWatchError, match=r"decoder.*blocks\.0\.attn"):
         watch.end_forward()
+
+
+def test_a_glob_may_wait_for_what_has_not_run() -> None:
+    model = Some(2)
+    watch = monitor(model, layers="blocks.1.*")
+    step(watch, model, 0)
+    assert (watch.sites, watch.waiting) == ([], ["blocks.1.*"])
+    model.runs = [0, 1]
+    step(watch, model, 2)
+    step(watch, model, 4)
+    model.runs = [0]
+    step(watch, model, 6)
+    assert watched(watch) == ["1"]
+    assert not watch.waiting
+    watch.reset_sites()  # as after a retrofit: what has run once may be missing from the next pass
+    step(watch, model, 8)
+    assert not watch.waiting
+    wrong = monitor(model, layers=["blocks.1.*", "blocks.0.*.mlp"])
+    with pytest.raises(QKWatchError, match=r"mlp"):
+        step(wrong, model, 0)
 
 
 class Echo:
