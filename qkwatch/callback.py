@@ -157,7 +157,8 @@ class QKWatch(Watching, *trainers.callback_bases()):  # type: ignore[misc]
         """Evaluating a checkpoint outside a fit: as far on its ramp as it was when it was saved."""
         self._started()
         if self._saved and trainer.state.fn != "fit":
-            set_ramp(pl_module, self._saved["run"].get("ramp"))
+            run = self._saved["run"]
+            set_ramp(pl_module, run.get("ramp"), run.get("ramp_sites"))
 
     on_test_start = on_predict_start = on_validation_start
 

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from qkwatch.clip import QKClip
-from qkwatch.midrun import Live, Recipe, clip_for, patch_, ramp_of, set_ramp, take_back_
+from qkwatch.midrun import Live, Recipe, clip_for, patch_, ramps_of, set_ramp, take_back_
 from qkwatch.monitor import Monitor
 from qkwatch.progress import Progress
 from qkwatch.reading import Reading
 from qkwatch.retrofit import RetrofitReport
 from qkwatch.rules import ALL_SITES, Alert, Level
 from qkwatch.sharding import shards
+from qkwatch.sites import Site
 from qkwatch.wayback import LossLine, Snapshot
 
 
@@ -48,18 +49,22 @@ class Intervention:
         if self.budget is not None and (self._line.turned is None or self._snapshot is not None):
             self._line.note(step, loss)
 
-    def make(self, live: Live, monitor: Monitor, run: Progress, step: int) -> RetrofitReport:
-        """Patch the watched sites, or put them under QK-clip. All or nothing."""
+    def make(self, live: Live, monitor: Monitor, sites: Sequence[Site], run: Progress, step: int) -> RetrofitReport:
+        """Patch these of the watched sites, or put all under QK-clip. All or nothing.
+
+        What is patched after a first retrofit, because it had not run before, has no budget of its own.
+        """
         model = live.models[0]
-        keeps = self.budget is not None and live.refusal is None and not shards(model)
+        keeps = self.budget is not None and live.refusal is None and not shards(model) and self._line.turned is None
         snapshot = Snapshot(model, live.optimizers) if keeps else None
         new: Sequence[nn.Parameter] = ()
         if self.recipe is None:
             self._clip, report = clip_for(live, monitor.sites, monitor.ranks, self.cap)
         else:
-            report, new = patch_(live, monitor.sites, monitor.ranks, self.recipe)
+            report, new = patch_(live, sites, monitor.ranks, self.recipe)
         if report.applied:
-            self._snapshot, self._line.turned = snapshot, step + self.ramp_steps
+            if self._line.turned is None:
+                self._snapshot, self._line.turned = snapshot, step + self.ramp_steps
             unknown = monitor.ranks.size > 1 and not shards(model)  # to what averages gradients
             self.new += new if unknown else []
             monitor.rules.forget(report.applied)
@@ -67,25 +72,26 @@ class Intervention:
             if not report.clip:
                 monitor.reset_sites()
                 if self.ramp_steps:
-                    run.ramp_from, run.ramp_over = step, self.ramp_steps
+                    run.ramp_from, run.ramp_over, run.ramp_sites = step, self.ramp_steps, list(report.applied)
                 self.ramp(model, run, step)
         return report
 
     def ramp(self, model: nn.Module, run: Progress, step: int) -> None:
-        """How far the patches have come at this step of a ramp."""
+        """How far the patches that are on a ramp have come at this step."""
         if run.ramp_from is None:
             return
         alpha = (step - run.ramp_from) / run.ramp_over
         if alpha >= 1.0:
             run.ramp_from = None
         run.ramp = alpha if alpha < 1.0 else None
-        set_ramp(model, run.ramp)
+        set_ramp(model, run.ramp, run.ramp_sites)
 
     def take_up_ramp(self, model: nn.Module, run: Progress) -> str | None:
         """Go on with a ramp that an earlier run left unfinished on the model; returns what is done, in words."""
-        alpha = ramp_of(model) if run.ramp_from is None else None
-        if alpha is None:
+        ramps = ramps_of(model) if run.ramp_from is None else {}
+        if not ramps:
             return None
+        alpha, run.ramp_sites = min(ramps.values()), list(ramps)
         left = min(self.ramp_steps, max(1, round((1.0 - alpha) * self.ramp_steps)))
         run.ramp_over = max(self.ramp_steps, 1)
         run.ramp_from = run.steps + left - run.ramp_over
@@ -95,9 +101,11 @@ class Intervention:
     def clip_heads(self, live: Live, monitor: Monitor, readings: Sequence[Reading]) -> int:
         """QK-clip: shrink what these readings ask for; returns the number of heads.
 
-        After a resume its weights are looked up once more, on the first measured step.
+        After a resume its weights are looked up once more, on the first measured step, and so are those of sites
+        that are seen for the first time.
         """
-        if self._clip is None:
+        known = [] if self._clip is None else [*self._clip.applied, *self._clip.refused]
+        if self._clip is None or any(site.name not in known for site in monitor.sites):
             self._clip, _ = clip_for(live, monitor.sites, monitor.ranks, self.cap)
         return sum(map(len, self._clip.clip_(readings).values()))
 
@@ -125,7 +133,7 @@ class Intervention:
         snapshot.put_back()
         entry.undone = step
         self.new, self._clip = [], None
-        run.clipping, run.ramp_from, run.ramp = False, None, None
+        run.clipping, run.ramp_from, run.ramp, run.outcome = False, None, None, "taken back"
         monitor.rules.forget(entry.report.applied)
         monitor.reset_sites()
         message = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -188,14 +188,19 @@ def take_back_(live: Live, report: RetrofitReport) -> None:
     remove_parameters(live.optimizers, gains, live.schedulers)
 
 
-def ramp_of(model: nn.Module) -> float | None:
-    """How far the least advanced patch of the model has come on a ramp; None where none is on one."""
-    ramps = [n.q.ramp for n in named_modules(model).values() if isinstance(n, QKNorm) and n.q.ramp is not None]
-    return min(map(float, ramps), default=None)
+def ramps_of(model: nn.Module) -> dict[str, float]:
+    """How far the patches that are on a ramp have come, by the names of their sites."""
+    norms = _norms(model)
+    return {name: float(norm.q.ramp) for name, norm in norms.items() if norm.q.ramp is not None}
 
 
-def set_ramp(model: nn.Module, alpha: float | None) -> None:
-    """How far every patch of the model has come: 0 the old function, 1 or None the normed one."""
-    for module in named_modules(model).values():
-        if isinstance(module, QKNorm):
-            module.set_ramp(alpha)
+def set_ramp(model: nn.Module, alpha: float | None, sites: Collection[str] | None = None) -> None:
+    """How far the patches of these sites (None: of all) have come: 0 the old function, 1 or None the normed one."""
+    for name, norm in _norms(model).items():
+        if sites is None or name in sites:
+            norm.set_ramp(alpha)
+
+
+def _norms(model: nn.Module) -> dict[str, QKNorm]:
+    children = {name: module._modules.get(CHILD) for name, module in named_modules(model).items()}
+    return {name: norm for name, norm in children.items() if isinstance(norm, QKNorm)}

@@ -86,7 +86,7 @@ class Monitor:
         self._searching = False  # sites are to be settled when the forward pass ends
         self._collecting = False  # figures are to be collected when the step ends
         self._packs: list[tuple[Site, Packed]] = []
-        self._ran: set[int] = set()  # modules
+        self._ran: set[int] = set()  # modules, while sites were looked for
         self._strangers = False  # attention ran in none of the known sites
         self._unseen = False  # parts of the model have not run yet
         self._unread: dict[str, int] = {}  # measured steps since a site was read
@@ -191,6 +191,11 @@ class Monitor:
         self._detach()
         self._packs = []
 
+    def ready(self) -> list[Site]:
+        """The sites that a retrofit can deal with now: those that it could patch, but whose inputs were not kept,
+        have yet to run (here)."""
+        return [s for s in self.sites if s.call is not None or not (s.retrofittable or s.reason == ELSEWHERE)]
+
     def drop_calls(self) -> None:
         """Let go of the inputs that sites keep for a retrofit."""
         for site in self._known:
@@ -199,7 +204,7 @@ class Monitor:
     def reset_sites(self) -> None:
         """The model has changed: find the sites anew at the next measured step."""
         self._known, self.sites, self._kept_at = [], [], None
-        self._strangers, self._unread = False, {}
+        self._ran, self._strangers, self._unread = set(), False, {}
         self._lookouts()
 
     # -- attached or not ------------------------------------------------------------------------------------

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
 from torch import Tensor
 
 from qkwatch.midrun import Retrofit
+from qkwatch.retrofit import RetrofitReport
 from qkwatch.rules import Alert, Forecast, Level
 
 
@@ -25,11 +26,13 @@ class Progress:
         retrofits: those of this process; a checkpoint does not keep them (the weights say what is patched).
         pending: why a retrofit is due; None where none is.
         decided: a retrofit was made, or refused for every site.
+        outcome: of what was decided: "patched" (or put under QK-clip), "refused", "taken back".
+        refused: names of the sites that were refused.
         ramp_from: the step at which a ramp began; None where none is under way.
         ramp_over: how many steps it takes; a run goes on with it whatever the options are then.
         ramp: how far it has come, 0 to 1; None where none is under way.
+        ramp_sites: the sites that are on it; None: all that are patched.
         clipping: QK-clip is in force.
-        loss: the training loss last seen around a retrofit.
     """
 
     steps: int = 0
@@ -43,16 +46,22 @@ class Progress:
     ramp_over: int = 1
     ramp: float | None = None
     clipping: bool = False
-    loss: float | None = None
+    ramp_sites: list[str] | None = None
+    outcome: str | None = None
+    refused: list[str] = field(default_factory=list)
 
     def note_loss(self, loss: Tensor | None, step: int) -> None:
-        """The loss before and after a retrofit; nothing is moved from the device on any other step."""
+        """The loss after a retrofit; nothing is moved from the device on any other step."""
         last = self.retrofits[-1] if self.retrofits else None
-        waiting = last is not None and last.loss_after is None and last.step != step
-        if self.pending is not None or waiting:
-            self.loss = None if loss is None else float(loss)
-        if last is not None and waiting:
-            last.loss_after = self.loss
+        if last is not None and last.loss_after is None and last.step != step:
+            last.loss_after = None if loss is None else float(loss)
+
+    def settle(self, report: RetrofitReport) -> None:
+        """A retrofit was made, of all sites or of those that had not run before."""
+        self.decided, self.pending = True, None
+        self.refused = sorted({*self.refused, *report.refused})
+        if report.applied or self.outcome is None:
+            self.outcome = "patched" if report.applied else "refused"
 
     def count(self, global_step: int) -> None:
         """A batch has ended."""
@@ -63,12 +72,13 @@ class Progress:
         """A fit begins, on a model that is patched or not: one whose patches were loaded away may get new ones."""
         applied = any(entry.report.applied and entry.undone is None for entry in self.retrofits)
         self.decided = patched or self.clipping or (self.decided and not applied)
+        if not self.decided:
+            self.outcome, self.refused = None, []
 
     def state_dict(self) -> dict[str, Any]:
         """Primitives only: checkpoints are read with ``weights_only=True``."""
         alerts = [_to_list(alert) for alert in self.alerts]
-        names = ("steps", "counted_at", "measured", "pending", "decided", "ramp_from", "ramp_over", "ramp", "clipping")
-        state = {name: getattr(self, name) for name in names}
+        state = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("alerts", "retrofits")}
         return {**state, "alerts": alerts}
 
     @classmethod

@@ -65,6 +65,7 @@ class Watching(Guard):
         self._stood_down = False
         self._warned: set[str] = set()
         self._step = 0  # when the batch began
+        self._loss: Tensor | None = None  # of the batch that ended
         self.history: deque[tuple[int, list[Reading]]] = deque(maxlen=HISTORY)
         self._forget()
 
@@ -161,7 +162,7 @@ class Watching(Guard):
         if self._run.pending is not None and self._monitor.keep_due(step):
             self._monitor.begin(step, keep_calls=True)
         elif self._monitor.due(step):
-            self._monitor.begin(step)
+            self._monitor.begin(step, keep_calls=bool(self._newcomers(model)))
         self._intervention.ramp(model, self._run, step)
 
     @guarded
@@ -172,6 +173,7 @@ class Watching(Guard):
         readings, alerts = self._monitor.collect(self._step)
         if readings:
             self._take(host, model, readings, alerts)
+        self._loss = loss
         self._run.note_loss(loss, self._step)
         self._intervention.note_loss(self._step, loss)
         if self._monitor.empty and self._first_time("empty"):
@@ -187,16 +189,31 @@ class Watching(Guard):
         monitor, run = self._monitor, self._run
         if self.retrofit == "auto" and not run.decided and monitor.last_measured == self._step:
             run.pending = monitor.ranks.first(run.pending)
+        between = run.steps != self._step
         # patched once something has run while its inputs were kept
-        if run.pending is not None and not run.decided and run.steps != self._step and monitor.sites and monitor.kept:
-            self._patch(host, model)
+        if run.pending is not None and not run.decided and between and monitor.sites and monitor.kept:
+            self._patch(host, model, monitor.ready())
+        elif between and monitor.last_measured == self._step and (new := self._newcomers(model)):
+            mine = [site for site in monitor.ready() if site in new]
+            if monitor.ranks.broadcast(bool(mine)):  # rank zero is who measures
+                self._patch(host, model, mine)
         if run.clipping and self.variant == CLIP and self.history and self.history[-1][0] == self._step:
             clipped = self._intervention.clip_heads(self._live(host, model), monitor, self.readings)
             self._log(host, model, {"qkwatch/clipped_heads": float(clipped)})
         if self._intervention.ripe:
             self._judge(host, model)
-        if run.pending is None:
+        if run.pending is None and between:
             monitor.drop_calls()
+
+    def _newcomers(self, model: nn.Module) -> list[Site]:
+        """Sites that had not run when the others were patched. They are patched too, one ramp or budget at a time."""
+        assert self._monitor is not None
+        run = self._run
+        asked = self.retrofit != "off" and self.variant != CLIP and run.outcome in ("patched", "refused")
+        if not asked or run.ramp_from is not None or self._intervention.can_go_back:
+            return []
+        dealt_with = {*run.refused, *patched_sites(model)}
+        return [site for site in self._monitor.sites if site.name not in dealt_with]
 
     def _judge(self, host: Any, model: nn.Module) -> None:
         """Was the retrofit within its budget?"""
@@ -228,19 +245,20 @@ class Watching(Guard):
             if alert.level >= Level.WARN:
                 self._say(host, alert_text(alert))
 
-    def _patch(self, host: Any, model: nn.Module) -> None:
+    def _patch(self, host: Any, model: nn.Module, sites: list[Site]) -> None:
         assert self._monitor is not None
-        self._run.decided, self._run.pending = True, None
         try:
-            report = self._intervention.make(self._live(host, model), self._monitor, self._run, self._step)
+            report = self._intervention.make(self._live(host, model), self._monitor, sites, self._run, self._step)
         except Exception as fault:
             if self.on_error == "raise":
                 raise
             self._warn_once("retrofit", f"the retrofit failed ({text_of(fault)}): the model is as before, and watched")
-            report = RetrofitReport(refused={site.name: text_of(fault) for site in self._monitor.sites})
+            report = RetrofitReport(refused={site.name: text_of(fault) for site in sites})
+        self._run.settle(report)
         if report.applied and self.budget is not None and not self._intervention.can_go_back:
             self._warn_once("budget", "there is no way back from this retrofit: the budget is not watched for shards")
-        self.retrofits.append(Retrofit(self._step, report, loss_before=self._run.loss))
+        before = None if self._loss is None else float(self._loss)
+        self.retrofits.append(Retrofit(self._step, report, loss_before=before))
         text = retrofit_text(report)
         self._say(host, text)
         if self._panels is not None:
