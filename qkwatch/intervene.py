@@ -61,7 +61,7 @@ class Intervention:
         if self.recipe is None:
             self._clip, report = clip_for(live, monitor.sites, monitor.ranks, self.cap)
         else:
-            report, new = patch_(live, sites, monitor.ranks, self.recipe)
+            report, new = patch_(live, sites, monitor.ranks, self.recipe, monitor.known)
         if report.applied:
             if self._line.turned is None:
                 self._snapshot, self._line.turned = snapshot, step + self.ramp_steps

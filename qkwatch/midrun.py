@@ -27,6 +27,7 @@ from qkwatch.retrofit import (
 )
 from qkwatch.sharding import reshard, shards, unsharded
 from qkwatch.sites import Site
+from qkwatch.twins import find_twins, twin_plans
 
 
 @dataclass
@@ -68,9 +69,11 @@ class Recipe(NamedTuple):
 
 
 def patch_(
-    live: Live, sites: Sequence[Site], ranks: Ranks, recipe: Recipe
+    live: Live, sites: Sequence[Site], ranks: Ranks, recipe: Recipe, known: Collection[str] = ()
 ) -> tuple[RetrofitReport, list[nn.Parameter]]:
     """Patch between two optimizer steps; returns the report and the parameters that are new in training.
+
+    Copies of the sites in the model that are not ``known`` to run themselves are patched with them.
 
     Rank zero measures and decides, the others do what it did. If anything fails on any rank, every rank has the
     model and the optimizers that it had before.
@@ -80,11 +83,14 @@ def patch_(
     model, models = live.models[0], live.models
     reshard(model)
     before = [set(patched_sites(each)) for each in models]
+    names = [site.name for site in sites]
+    twins = ranks.broadcast(find_twins(model, names, {*known, *names}))
     with unchanged_on_error(live.optimizers, live.schedulers):
         try:
             fault, report, new = None, RetrofitReport(), []
             try:
                 report = _decide(model, sites, ranks, recipe)
+                _patch_twins(model, report, twins)
                 for average in models[1:]:
                     retrofit_(average, plan=report.plan)
                 if report.applied:
@@ -101,6 +107,21 @@ def patch_(
                     uninstall(each, name)
             raise
     return report, new
+
+
+def _patch_twins(model: nn.Module, report: RetrofitReport, twins: dict[str, list[str]]) -> None:
+    """Enter the copies of what was patched into the report, patched likewise."""
+    plan, origins, refused = twin_plans(model, report.plan, twins)
+    retrofit_(model, plan=plan)
+    norms = _norms(model)
+    for name, site in origins.items():  # who averages copies the buffers too: the same bytes, whatever the name
+        norms[name].set_plan(norms[site].get_plan())
+    report.plan = RetrofitPlan((*report.plan.sites, *plan.sites))
+    report.applied += origins
+    report.refused |= refused
+    report.notes |= {
+        name: f"it did not run: patched as {site}, of which it is a copy" for name, site in origins.items()
+    }
 
 
 def _decide(pl_module: nn.Module, sites: Sequence[Site], ranks: Ranks, recipe: Recipe) -> RetrofitReport:

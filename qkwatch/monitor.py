@@ -191,6 +191,11 @@ class Monitor:
         self._detach()
         self._packs = []
 
+    @property
+    def known(self) -> list[str]:
+        """Names of the sites that are watched and of those that `layers` leaves out."""
+        return [site.name for site in self._known]
+
     def ready(self) -> list[Site]:
         """The sites that a retrofit can deal with now: those that it could patch, but whose inputs were not kept,
         have yet to run (here)."""

@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from qkwatch.ranks import Ranks
+from qkwatch.reclass import own_class
 from qkwatch.sharding import shards
+from qkwatch.twins import averaged
 
 _REFUSALS = {
     "DeepSpeedStrategy": "DeepSpeed has flattened the parameters",
@@ -74,13 +77,15 @@ def loads_by_itself(trainer: Any) -> bool:
 
 
 def averaged_models(trainer: Any) -> list[nn.Module]:
-    """The copies that WeightAveraging, EMAWeightAveraging and StochasticWeightAveraging keep of the model.
+    """The copies that callbacks keep of the model: WeightAveraging, EMAWeightAveraging, StochasticWeightAveraging,
+    and any other that holds it in an `AveragedModel`.
 
     They pair parameters with the model's by position, so whatever happens to one must happen to the other.
     """
-    copies = [getattr(callback, "_average_model", None) for callback in trainer.callbacks]
-    inner = [c.module if isinstance(c, torch.optim.swa_utils.AveragedModel) else c for c in copies]
-    return [model for model in inner if isinstance(model, nn.Module)]
+    own = own_class(trainer.lightning_module)
+    held = [(name, value) for callback in trainer.callbacks for name, value in vars(callback).items()]
+    copies = [averaged(v) for name, v in held if name == "_average_model" or isinstance(v, AveragedModel)]
+    return [model for model in copies if isinstance(model, nn.Module) and own_class(model) is own]
 
 
 def loss_of(outputs: Any) -> torch.Tensor | None:
