@@ -143,7 +143,7 @@ class QKWatch(Watching, *trainers.callback_bases()):  # type: ignore[misc]
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         # guarded one by one: a rank on which the first fails still has to take part in what is collective of the rest
-        self._read(trainer, pl_module, trainers.loss_of(outputs), trainer.global_step)
+        self._read(trainer, pl_module, trainers.loss_of(trainer, outputs), trainer.global_step)
         self._consider(trainer, pl_module)
 
     def _log(self, host: Any, model: Any, figures: dict[str, float]) -> None:

@@ -88,10 +88,16 @@ def averaged_models(trainer: Any) -> list[nn.Module]:
     return [model for model in copies if isinstance(model, nn.Module) and own_class(model) is own]
 
 
-def loss_of(outputs: Any) -> torch.Tensor | None:
-    """The loss that a training step returned, still on its device; None where it returned none."""
+def loss_of(trainer: Any, outputs: Any) -> torch.Tensor | None:
+    """The loss that a training step returned, still on its device; None where it returned none.
+
+    Under automatic optimization it comes divided by the number of batches that a step accumulates.
+    """
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-    return loss.detach() if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        return None
+    parts = trainer.accumulate_grad_batches if trainer.lightning_module.automatic_optimization else 1
+    return loss.detach() if parts == 1 else loss.detach() * parts
 
 
 def log(pl_module: Any, figures: dict[str, float]) -> None:

@@ -200,7 +200,7 @@ class Watching(Guard):
         if run.clipping and self.variant == CLIP and self.history and self.history[-1][0] == self._step:
             clipped = self._intervention.clip_heads(self._live(host, model), monitor, self.readings)
             self._log(host, model, {"qkwatch/clipped_heads": float(clipped)})
-        if self._intervention.ripe:
+        if self._intervention.ripe and between:
             self._judge(host, model)
         if run.pending is None and between:
             monitor.drop_calls()

@@ -160,6 +160,51 @@ def test_after_the_way_back_the_run_trains_and_nothing_is_patched_again() -> Non
     assert callback.history[-1][0] == 27
 
 
+@pytest.mark.parametrize("manual", [False, True])
+def test_losses_are_those_of_whole_batches_however_many_a_step_accumulates(manual: bool) -> None:
+    class Accumulates(Tiny):
+        def __init__(self) -> None:
+            super().__init__(lr=1e-5)
+            self.automatic_optimization, self.true = not manual, 0.0
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            loss = super().training_step(batch, index)
+            self.true = float(loss)
+            if manual:
+                self.manual_backward(loss / 4)
+                if index % 4 == 3:
+                    self.optimizers().step()
+                    self.optimizers().zero_grad()
+            return loss
+
+    module, callback = Accumulates(), watch(retrofit="now")
+    options = {} if manual else {"accumulate_grad_batches": 4}
+    trainer(callback, max_steps=2, **options).fit(module, same_batch(40), same_batch(1))
+    assert callback.retrofits[0].loss_before == pytest.approx(module.true, rel=0.05)
+
+
+@pytest.mark.parametrize(("cost", "schedule"), [(0.3, {0: 8}), (0.0, {0: 4, 1: 1}), (0.0, {0: 1, 1: 4})])
+def test_the_budget_is_of_whole_losses_and_is_judged_between_steps(cost: float, schedule: dict[int, int]) -> None:
+    class Costs(Tiny):
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            return super().training_step(batch, index) + (cost if patched_sites(self) else 0.0)
+
+    callback = watch(retrofit="auto", budget=0.1, budget_steps=9)
+    undone: list[bool] = []
+
+    class Follow(L.Callback):
+        def on_train_batch_end(self, run: Any, pl_module: Any, outputs: Any, batch: Any, index: int) -> None:
+            if index == 55 and not callback.retrofits and run.current_epoch == 0:
+                callback._run.pending = "asked for"
+            if callback.retrofits and callback.retrofits[0].undone is not None and not undone:
+                undone.append((index + 1) % run.accumulate_grad_batches == 0)
+
+    run = trainer(callback, Follow(), L.callbacks.GradientAccumulationScheduler(schedule), max_epochs=2)
+    run.fit(Costs(lr=1e-5), same_batch(80), same_batch(1))
+    assert len(callback.retrofits) == 1
+    assert undone == ([True] if cost else [])
+
+
 def test_where_there_is_no_way_back_it_says_so(monkeypatch: Any) -> None:
     monkeypatch.setattr("qkwatch.intervene.shards", lambda model: [model])  # as if it were sharded
     module, callback = Spoiled(), PatchAt(every_n_steps=3, console=False, on_error="raise", budget=0.3, budget_steps=5)
