@@ -27,11 +27,10 @@ from qkwatch.reading import Packed, Reading, merge
 from qkwatch.rules import Alert, Rules, Thresholds
 from qkwatch.scout import Scout
 from qkwatch.sharding import shards
-from qkwatch.sites import Site, choose, matches, no_match, unmatched
+from qkwatch.sites import ELSEWHERE, Site, choose, matches, no_match, unmatched
 
 _AT_ONCE = 3  # searches, for what there is reason to look for, before they become rare
 _UNREAD = 4  # measured steps without a reading of a site, before the next is taken off the cadence
-ELSEWHERE = "it did not run on this rank"
 T = TypeVar("T")
 
 
@@ -197,9 +196,8 @@ class Monitor:
         return [site.name for site in self._known]
 
     def ready(self) -> list[Site]:
-        """The sites that a retrofit can deal with now: those that it could patch, but whose inputs were not kept,
-        have yet to run (here)."""
-        return [s for s in self.sites if s.call is not None or not (s.retrofittable or s.reason == ELSEWHERE)]
+        """The sites that a retrofit can deal with now; those that it could patch have to have run meanwhile."""
+        return [site for site in self.sites if site.call is not None or not site.retrofittable]
 
     def drop_calls(self) -> None:
         """Let go of the inputs that sites keep for a retrofit."""

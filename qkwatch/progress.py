@@ -11,6 +11,7 @@ from torch import Tensor
 from qkwatch.midrun import Retrofit
 from qkwatch.retrofit import RetrofitReport
 from qkwatch.rules import Alert, Forecast, Level
+from qkwatch.sites import ELSEWHERE
 
 
 @dataclass
@@ -59,7 +60,7 @@ class Progress:
     def settle(self, report: RetrofitReport) -> None:
         """A retrofit was made, of all sites or of those that had not run before."""
         self.decided, self.pending = True, None
-        self.refused = sorted({*self.refused, *report.refused})
+        self.refused = sorted({*self.refused, *(n for n, why in report.refused.items() if why != ELSEWHERE)})
         if report.applied or self.outcome is None:
             self.outcome = "patched" if report.applied else "refused"
 

@@ -13,6 +13,8 @@ from qkwatch.layout import HeadLayout
 from qkwatch.probe import Call, CoreTap, Loose, Tap
 from qkwatch.reading import Reading
 
+ELSEWHERE = "it did not run on this rank"  # why a site of another rank's is left
+
 
 @dataclass(eq=False)
 class Site:

@@ -22,7 +22,7 @@ from qkwatch.reading import Reading
 from qkwatch.report import alert_text, reading_table, retrofit_text, summary
 from qkwatch.retrofit import RetrofitReport, patched_sites
 from qkwatch.rules import Alert, Level, Thresholds
-from qkwatch.sites import Site
+from qkwatch.sites import ELSEWHERE, Site
 from qkwatch.variants import CLIP, Calibrate, Variant, get_variant
 
 HISTORY = 128  # steps of readings kept in `history`
@@ -194,7 +194,7 @@ class Watching(Guard):
         if run.pending is not None and not run.decided and between and monitor.sites and monitor.kept:
             self._patch(host, model, monitor.ready())
         elif between and monitor.last_measured == self._step and (new := self._newcomers(model)):
-            mine = [site for site in monitor.ready() if site in new]
+            mine = [site for site in monitor.ready() if site in new and site.reason != ELSEWHERE]
             if monitor.ranks.broadcast(bool(mine)):  # rank zero is who measures
                 self._patch(host, model, mine)
         if run.clipping and self.variant == CLIP and self.history and self.history[-1][0] == self._step:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from processes import together
-from tiny import Block, Tiny, assert_same, data, loss_of, trainer, weights
+from tiny import Block, Net, Tiny, assert_same, data, loss_of, trainer, weights
 from torch.utils.data import DataLoader, TensorDataset
 
 import qkwatch
@@ -184,6 +184,36 @@ def test_a_site_that_runs_on_one_rank_only(retrofit: str, tmp_path: Path) -> Non
         [(_, applied, refused, _)] = first["retrofits"]
         assert applied == SITES
         assert "did not run" in refused["extra.attn"]
+
+
+class TakesTurns(Plain):
+    """Two networks, in turn; on rank 1 a third one late in the run."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        torch.manual_seed(5)
+        self.other, self.late = Net(), Block()
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = loss_of(self.other if index % 2 else self.net, batch[0])
+        if self.global_rank == 1 and index > 8:
+            loss = loss + 0.1 * self.late(self.net.embed(batch[0])).square().mean()
+        return loss
+
+
+@pytest.mark.parametrize("retrofit", ["off", "now"])
+def test_parts_that_the_first_steps_leave_out(retrofit: str, tmp_path: Path) -> None:
+    def work(rank: int) -> Any:
+        module, callback = TakesTurns(), watch(retrofit=retrofit)
+        run = ddp(callback, module=module, strategy={"find_unused_parameters": True}, max_steps=20)
+        return outcome(run, module, callback), sorted({r.site for _, rs in callback.history for r in rs})
+
+    (first, read), (second, _) = together(work, tmp_path)
+    assert_same({**first, "warnings": []}, {**second, "warnings": []})
+    both = SITES + [site.replace("net", "other") for site in SITES]
+    assert read == ["late.attn", *both]
+    if retrofit == "now":
+        assert sorted(name for _, applied, _, _ in first["retrofits"] for name in applied) == both
 
 
 def _raise(*args: Any, **kwargs: Any) -> Any:
