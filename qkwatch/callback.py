@@ -42,8 +42,8 @@ class QKWatch(Watching, *trainers.callback_bases()):  # type: ignore[misc]
             for "auto" and "raised" for "now".
         budget: how far the training loss may lie above its forecast from before a retrofit, on the mean over the next
             `budget_steps` batches; beyond that it is taken back: weights and optimizer state as at the retrofit (a copy
-            is kept in host memory until then), schedulers going on. None: no copy, and no way back. Models sharded by
-            FSDP2 have none.
+            is kept in host memory until then), schedulers going on. None: no copy, and no way back. There is none
+            either for models sharded by FSDP2, and before eight losses were seen ("now").
         budget_steps: batches to compare, counted from the retrofit or the end of its ramp.
         thresholds: every constant of the alert rules.
         layers: glob or globs over module names; a leading "!" excludes.
@@ -168,10 +168,12 @@ class QKWatch(Watching, *trainers.callback_bases()):  # type: ignore[misc]
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if self._panels is not None:
             self._panels.close()
+        self._intervention.let_go(self._run)
         self._say(trainer, self._summary())
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._detach()
+        self._intervention.let_go(self._run)
         self._unfollow()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:

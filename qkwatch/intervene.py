@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
@@ -15,7 +15,12 @@ from qkwatch.retrofit import RetrofitReport
 from qkwatch.rules import ALL_SITES, Alert, Level
 from qkwatch.sharding import shards
 from qkwatch.sites import Site
-from qkwatch.wayback import LossLine, Snapshot
+from qkwatch.wayback import LEAST, LossLine, Snapshot
+
+UNCOMPARED = (
+    "training ended, or went on elsewhere, before the losses after the retrofit could be compared with budget=: the "
+    "retrofit stays"
+)
 
 
 class Intervention:
@@ -24,6 +29,7 @@ class Intervention:
     Args:
         recipe: how it is patched; None for QK-clip.
         cap, ramp_steps, budget, budget_steps: as `QKWatch` has them.
+        warn: called with (key, text); one warning a key.
 
     Attributes:
         new: parameters that are new in training, of the ranks' own models: nothing averages their gradients yet.
@@ -36,9 +42,11 @@ class Intervention:
         ramp_steps: int,
         budget: float | None,
         budget_steps: int,
+        warn: Callable[[str, str], None] = lambda key, text: None,
     ):
         self.recipe, self.cap, self.ramp_steps = recipe, cap, ramp_steps
         self.budget, self.budget_steps = budget, budget_steps
+        self._warn = warn
         self.new: list[nn.Parameter] = []
         self._clip: QKClip | None = None
         self._line = LossLine()
@@ -55,8 +63,7 @@ class Intervention:
         What is patched after a first retrofit, because it had not run before, has no budget of its own.
         """
         model = live.models[0]
-        keeps = self.budget is not None and live.refusal is None and not shards(model) and self._line.turned is None
-        snapshot = Snapshot(model, live.optimizers) if keeps else None
+        snapshot = self._copy_of(live) if self.budget is not None and self._line.turned is None else None
         new: Sequence[nn.Parameter] = ()
         if self.recipe is None:
             self._clip, report = clip_for(live, monitor.sites, monitor.ranks, self.cap)
@@ -65,6 +72,9 @@ class Intervention:
         if report.applied:
             if self._line.turned is None:
                 self._snapshot, self._line.turned = snapshot, step + self.ramp_steps
+                run.comparing = snapshot is not None
+                if self.budget is not None and snapshot is None:
+                    self._warn("budget", f"budget= has no effect {self._blind(model)}: this retrofit stays")
             unknown = monitor.ranks.size > 1 and not shards(model)  # to what averages gradients
             self.new += new if unknown else []
             monitor.rules.forget(report.applied)
@@ -75,6 +85,27 @@ class Intervention:
                     run.ramp_from, run.ramp_over, run.ramp_sites = step, self.ramp_steps, list(report.applied)
                 self.ramp(model, run, step)
         return report
+
+    def _copy_of(self, live: Live) -> Snapshot | None:
+        """What there is to go back to, if there will be anything to judge by. Shards are not copied."""
+        model = live.models[0]
+        able = live.refusal is None and not shards(model) and self._line.drawn
+        return Snapshot(model, live.optimizers) if able else None
+
+    def _blind(self, model: nn.Module) -> str:
+        if shards(model):
+            return "on a model sharded by FSDP2"
+        return (
+            f"here: its forecast takes the losses of at least {LEAST} training batches before the retrofit, and fewer "
+            "were seen (under manual optimization, those that training_step returns)"
+        )
+
+    def let_go(self, run: Progress) -> None:
+        """Training ends: nothing is left to compare a retrofit with, nor to go back to."""
+        self._snapshot = None
+        if run.comparing:
+            self._warn("budget", UNCOMPARED)
+        run.comparing = False
 
     def ramp(self, model: nn.Module, run: Progress, step: int) -> None:
         """How far the patches that are on a ramp have come at this step."""
@@ -111,7 +142,7 @@ class Intervention:
 
     @property
     def can_go_back(self) -> bool:
-        """Whether there is something to return to. Shards are not copied."""
+        """Whether there is something to return to."""
         return self._snapshot is not None
 
     @property
@@ -123,10 +154,13 @@ class Intervention:
         """Is the retrofit within its budget? If not, it is taken back."""
         if self._snapshot is None or self.budget is None:
             return None
-        snapshot, self._snapshot = self._snapshot, None
+        (snapshot, self._snapshot), run.comparing = (self._snapshot, None), False
         table = self._line.table()
         found = self._line.excess(monitor.ranks.gather(table).mean(0))
-        if found is None or found[0] <= max(self.budget, found[1]):
+        if found is None:
+            self._warn("budget", "the losses before the retrofit give no forecast to compare it with: it stays")
+            return None
+        if found[0] <= max(self.budget, found[1]):
             return None
         entry = run.retrofits[-1]
         take_back_(live, entry.report)

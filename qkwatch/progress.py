@@ -28,6 +28,7 @@ class Progress:
         pending: why a retrofit is due; None where none is.
         decided: a retrofit was made, or refused for every site.
         outcome: of what was decided: "patched" (or put under QK-clip), "refused", "taken back".
+        comparing: its losses are still to be compared with a budget.
         refused: names of the sites that were refused.
         ramp_from: the step at which a ramp began; None where none is under way.
         ramp_over: how many steps it takes; a run goes on with it whatever the options are then.
@@ -49,6 +50,7 @@ class Progress:
     clipping: bool = False
     ramp_sites: list[str] | None = None
     outcome: str | None = None
+    comparing: bool = False
     refused: list[str] = field(default_factory=list)
 
     def note_loss(self, loss: Tensor | None, step: int) -> None:

@@ -84,7 +84,7 @@ class Watching(Guard):
             usual: Calibrate = "needed" if self.retrofit == "auto" else "raised"
             calibrate = usual if self.calibrate is None else self.calibrate
             recipe = Recipe(self.variant, self.cap, self.max_gain, calibrate)
-        return Intervention(recipe, self.cap, self.ramp_steps, self.budget, self.budget_steps)
+        return Intervention(recipe, self.cap, self.ramp_steps, self.budget, self.budget_steps, self._warn_once)
 
     @property
     def sites(self) -> list[Site]:
@@ -147,6 +147,7 @@ class Watching(Guard):
 
     def _start(self, host: Any, model: nn.Module) -> None:
         """What the model brings with it, once it is known where the run is."""
+        self._intervention.let_go(self._run)  # of a comparison that another process began
         self._run.start(patched=bool(patched_sites(model)))
         ramping = self._intervention.take_up_ramp(model, self._run)
         if ramping is not None:
@@ -255,8 +256,6 @@ class Watching(Guard):
             self._warn_once("retrofit", f"the retrofit failed ({text_of(fault)}): the model is as before, and watched")
             report = RetrofitReport(refused={site.name: text_of(fault) for site in sites})
         self._run.settle(report)
-        if report.applied and self.budget is not None and not self._intervention.can_go_back:
-            self._warn_once("budget", "there is no way back from this retrofit: the budget is not watched for shards")
         before = None if self._loss is None else float(self._loss)
         self.retrofits.append(Retrofit(self._step, report, loss_before=before))
         text = retrofit_text(report)

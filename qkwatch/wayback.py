@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from statistics import median
 from typing import Any
@@ -43,6 +44,11 @@ class LossLine:
     def seen(self) -> int:
         """Losses seen after the retrofit."""
         return len(self._after)
+
+    @property
+    def drawn(self) -> bool:
+        """Whether there are losses enough before the retrofit to draw a forecast through."""
+        return len(self._before) >= LEAST
 
     def table(self) -> Tensor:
         """Steps, from the first, and losses before and after, `(2, N)` float32 on the losses' device."""
@@ -88,7 +94,18 @@ class Snapshot:
         for optimizer, states in self._states:
             optimizer.state.clear()
             for parameter, state in states.items():
-                optimizer.state[parameter] = {k: v() if callable(v) else v for k, v in state.items()}
+                optimizer.state[parameter] = {k: v.back() if isinstance(v, _Kept) else v for k, v in state.items()}
+
+
+@dataclass
+class _Kept:
+    """A tensor's values, and where they came from."""
+
+    values: Tensor
+    device: torch.device
+
+    def back(self) -> Tensor:
+        return self.values.to(self.device, copy=True)
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -96,7 +113,4 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _kept(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    saved, device = _copy(value), value.device
-    return lambda: saved.to(device, copy=True)
+    return _Kept(_copy(value), value.device) if isinstance(value, Tensor) else value

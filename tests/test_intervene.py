@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import warnings
 from typing import Any
 
 import lightning.pytorch as L
@@ -208,10 +211,75 @@ def test_the_budget_is_of_whole_losses_and_is_judged_between_steps(cost: float, 
 def test_where_there_is_no_way_back_it_says_so(monkeypatch: Any) -> None:
     monkeypatch.setattr("qkwatch.intervene.shards", lambda model: [model])  # as if it were sharded
     module, callback = Spoiled(), PatchAt(every_n_steps=3, console=False, on_error="raise", budget=0.3, budget_steps=5)
-    with pytest.warns(UserWarning, match="no way back from this retrofit"):
+    with pytest.warns(UserWarning, match=r"budget= has no effect on a model sharded by FSDP2: this retrofit stays"):
         trainer(callback, max_steps=20).fit(module, same_batch(40), same_batch(1))
     assert patched_sites(module) == SITES
     assert callback.retrofits[0].undone is None
+    assert not callback._intervention.can_go_back
+
+
+def told(run: Any, *args: Any, **options: Any) -> list[str]:
+    """What the watcher warns of."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        run.fit(*args, **options)
+    return [str(w.message) for w in seen if "QKWatch" in str(w.message)]
+
+
+class Manual(Tiny):
+    """Tells its loss, or not."""
+
+    tells = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = super().training_step(batch, index)
+        self.manual_backward(loss)
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+        return loss if self.tells else None
+
+
+@pytest.mark.parametrize("tells", [False, True])
+def test_a_retrofit_that_cannot_be_judged_says_so_once(tells: bool) -> None:
+    callback, module = PatchAt(console=False, on_error="raise", budget=0.3, budget_steps=5), Manual()
+    module.tells = tells
+    seen = told(trainer(callback, max_steps=30), module, same_batch(40), same_batch(1))
+    assert [("no effect here" in text) for text in seen] == ([] if tells else [True])
+    assert not callback._intervention.can_go_back
+    early = QKWatch(retrofit="now", budget=0.3, console=False)  # no losses are seen before it
+    assert len(told(trainer(early, max_steps=30), Tiny(), same_batch(40), same_batch(1))) == 1
+
+
+def test_a_comparison_that_is_cut_short_says_so_and_frees_its_copy(tmp_path: Any) -> None:
+    callback = PatchAt(console=False, on_error="raise", budget=0.3, budget_steps=10)
+    run = trainer(callback, max_steps=16)
+    callback_end, sizes = callback.on_train_batch_end, []
+
+    def on_train_batch_end(run: Any, *args: Any) -> None:
+        callback_end(run, *args)
+        if run.global_step == 15:
+            run.save_checkpoint(tmp_path / "within.ckpt")
+            del callback.on_train_batch_end
+            sizes.append(len(pickle.dumps(callback)))
+            copy.deepcopy(callback)
+
+    callback.on_train_batch_end = on_train_batch_end  # type: ignore[method-assign]
+    module = Spoiled()
+    [text] = told(run, module, same_batch(40), same_batch(1))
+    assert "the retrofit stays" in text
+    assert sizes
+    assert not callback._intervention.can_go_back
+    run.fit_loop.epoch_loop.max_steps = 40
+    assert told(run, module, same_batch(40), same_batch(1)) == []  # it was said before
+    again = watch(retrofit="auto", budget=0.3, budget_steps=10)
+    [text] = told(
+        trainer(again, max_steps=40), Spoiled(), same_batch(40), same_batch(1), ckpt_path=tmp_path / "within.ckpt"
+    )
+    assert "the retrofit stays" in text
 
 
 @pytest.mark.parametrize("budget", [0, -1.0, float("nan"), "much"])
