@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 from qkwatch.layout import HeadLayout
 from qkwatch.modules import ModuleStack
@@ -61,7 +60,7 @@ def find_core_tap(site: nn.Module, call: Call) -> CoreTap:
         Refusal: with the reason, where they cannot.
     """
     with torch.inference_mode(False), torch.enable_grad():
-        inputs, tracked = _tracked(call)
+        inputs, tracked = call.tracked()
         try:
             with ModuleStack() as stack, _Watch(stack) as watch:
                 cores = len(replay(site, tracked).cores)
@@ -75,23 +74,6 @@ def find_core_tap(site: nn.Module, call: Call) -> CoreTap:
     if any(tap != found[0] for tap in found):
         raise Refusal("it computes several attentions that differ in their heads")
     return found[0]
-
-
-def _tracked(call: Call) -> tuple[list[Tensor], Call]:
-    """The call's floating inputs as leaves, and the call with them in it."""
-    leaves: list[Tensor] = []
-    known: dict[int, Tensor] = {}  # one tensor passed twice stays one tensor
-
-    def track(value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            return value
-        if id(value) not in known:
-            leaves.append(value.detach().clone().requires_grad_())
-            known[id(value)] = leaves[-1].clone()  # not the leaf itself: the site may write into it
-        return known[id(value)]
-
-    args, kwargs = tree_map(track, (call.args, call.kwargs))
-    return leaves, Call(args, kwargs, call.autocast)
 
 
 def _tap_of(fused: _Fused, inputs: Sequence[Tensor]) -> CoreTap:

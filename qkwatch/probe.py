@@ -60,6 +60,22 @@ class Call:
 
         return tree_map(reuse, (self.args, self.kwargs))  # type: ignore[no-any-return]
 
+    def tracked(self) -> tuple[list[Tensor], Call]:
+        """The floating inputs as leaves, and the same call with them in it."""
+        leaves: list[Tensor] = []
+        known: dict[int, Tensor] = {}  # one tensor passed twice stays one tensor
+
+        def track(value: Any) -> Any:
+            if not isinstance(value, Tensor) or not value.is_floating_point():
+                return value
+            if id(value) not in known:
+                leaves.append(value.detach().clone().requires_grad_())
+                known[id(value)] = leaves[-1].clone()  # not the leaf itself: the site may write into it
+            return known[id(value)]
+
+        args, kwargs = tree_map(track, (self.args, self.kwargs))
+        return leaves, Call(args, kwargs, self.autocast)
+
 
 def _alike(tensor: Tensor) -> Tensor:
     return tensor if tensor.requires_grad else tensor.detach()

@@ -129,25 +129,6 @@ def _places(n: int, radix: int) -> int:
     return places
 
 
-def is_feature_axis(leaf: Leaf, axis: int, place: list[int]) -> bool:
-    """Whether elements along an axis of a module's output come from different weights: channels, not positions."""
-    parameters = [p for p in leaf.module.parameters() if p.requires_grad]
-    if not parameters or leaf.tensor.shape[axis] < 2:
-        return True
-    try:
-        with isolated(leaf.module, {}, leaf.args, leaf.kwargs):
-            output = leaf.module(*leaf.args, **leaf.kwargs)
-            masks = []
-            for index in (0, 1):
-                element = output[tuple(index if a == axis else p for a, p in enumerate(place))]
-                grads = torch.autograd.grad(element, parameters, retain_graph=True, allow_unused=True)
-                masks.append([None if g is None else g != 0 for g in grads])
-    except Exception:
-        return True  # it cannot be run by itself: the check of the patched site will have to tell
-    pairs = zip(*masks, strict=True)
-    return not all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
-
-
 def _degree(core_tensor: Tensor, sources: list[Tensor]) -> float:
     """Euler's degree of q in what feeds it: 1 of something linear, 0 where a norm takes the length away."""
     seed = core_tensor.detach()

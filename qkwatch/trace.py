@@ -13,10 +13,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from qkwatch.features import Axes, is_feature_axis
 from qkwatch.core import Core
 from qkwatch.layout import Channels, HeadLayout
 from qkwatch.probe import Call, Leaf, Loose, Refusal, Tap, Taps, replay
-from qkwatch.sources import Side, Source, is_feature_axis, is_normed, multiplies, radix_of
+from qkwatch.sources import Side, Source, is_normed, multiplies, radix_of
 
 
 def find_taps(site: nn.Module, call: Call) -> Taps:
@@ -33,7 +34,8 @@ def find_taps(site: nn.Module, call: Call) -> Taps:
         raise Refusal("run again by itself, it computes no attention")
     try:
         with torch.inference_mode(False), torch.enable_grad():
-            found = [_taps_of(site, core, run.leaves) for core in run.cores[:4]]
+            axes = Axes(site, call, run.leaves)
+            found = [_taps_of(site, core, run.leaves, axes) for core in run.cores[:4]]
     except Refusal:
         raise
     except Exception as error:
@@ -59,28 +61,29 @@ def find_query_tap(site: nn.Module, call: Call) -> Tap:
     with torch.inference_mode(False), torch.enable_grad():
         queries = core.queries()
         source = Side(site, queries, run.leaves, "queries").source()
-        channels, _ = _channels(source, "queries", queries, (queries if core.fused else core.rows()).shape[:-2])
+        lead = (queries if core.fused else core.rows()).shape[:-2]
+        channels, _ = _channels(source, "queries", queries, lead, Axes(site, call, run.leaves))
     return Tap(source.leaf.module, channels, is_normed(source.leaf, channels, queries))
 
 
-def _taps_of(site: nn.Module, core: Core, leaves: list[Leaf]) -> Taps:
+def _taps_of(site: nn.Module, core: Core, leaves: list[Leaf], axes: Axes) -> Taps:
     sides = [Side(site, tensor, leaves, what) for tensor, what in ((core.queries(), "queries"), (core.keys(), "keys"))]
     try:
-        return _taps_from(site, core, leaves, *sides)
+        return _taps_from(site, core, leaves, axes, *sides)
     except Refusal as refusal:
         refusal.normed = all(side.normed for side in sides)
         raise
 
 
-def _taps_from(site: nn.Module, core: Core, leaves: list[Leaf], q_side: Side, k_side: Side) -> Taps:
+def _taps_from(site: nn.Module, core: Core, leaves: list[Leaf], axes: Axes, q_side: Side, k_side: Side) -> Taps:
     queries, keys = q_side.tensor, k_side.tensor
     lead = (queries if core.fused else core.rows()).shape[:-2]
     if queries.shape[-1] != keys.shape[-1]:
         raise Refusal("queries and keys differ in width")
     q, k = q_side.source(), k_side.source()
-    q_channels, numbers = _channels(q, "queries", queries, lead)
+    q_channels, numbers = _channels(q, "queries", queries, lead, axes)
     layout = _layout(core, queries, numbers)
-    k_channels, _ = _channels(k, "keys", keys, lead)
+    k_channels, _ = _channels(k, "keys", keys, lead, axes)
     if layout.heads % k_channels.heads:
         raise Refusal(f"{layout.heads} query heads do not divide over {k_channels.heads} key heads")
     _check_between(site, core, leaves, (q_side, k_side))
@@ -141,7 +144,9 @@ def _check_between(site: nn.Module, core: Core, leaves: list[Leaf], sides: Seque
         raise Refusal(f"the parameter {list(raw)[i]!r} multiplies its logits, which no norm of queries and keys bounds")
 
 
-def _channels(source: Source, what: str, core_tensor: Tensor, lead: torch.Size) -> tuple[Channels, list[float]]:
+def _channels(
+    source: Source, what: str, core_tensor: Tensor, lead: torch.Size, axes: Axes
+) -> tuple[Channels, list[float]]:
     """The channels of each head, and each head's number in the core's flattened leading axes."""
     leaf, codes, row = source.leaf.tensor, source.codes, source.row
     where = row.nonzero()
@@ -160,7 +165,8 @@ def _channels(source: Source, what: str, core_tensor: Tensor, lead: torch.Size) 
         apart = core_tensor.ndim >= 4  # else keys may be repeated for their query heads: their numbers are means
         wanted = core_tensor.shape[-3] if apart else lead[-1]
         others = (a for a in range(leaf.ndim) if a != axis)
-        head_axis = next((a for a in others if _is_head_axis(codes, a, place, wanted, apart)), None)
+        rising = (a for a in others if _is_head_axis(codes, a, place, wanted, apart))
+        head_axis = next((a for a in rising if axes.holds_heads(source.leaf, a, place, axis)), None)
     widths = {len(channels) for _, channels in heads}
     if len(widths) != 1:
         raise Refusal(f"the heads of the {what} differ in width at their projection, or a clamp cuts channels off")
