@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from qkwatch.probe import Call, Leaf, isolated, replay
+from qkwatch.probe import Call, Leaf, generic, isolated, replay
 
 
 def is_feature_axis(leaf: Leaf, axis: int, place: list[int]) -> bool:
@@ -17,7 +17,8 @@ def is_feature_axis(leaf: Leaf, axis: int, place: list[int]) -> bool:
         return True
     try:
         with isolated(leaf.module, {}, leaf.args, leaf.kwargs):
-            output = leaf.module(*leaf.args, **leaf.kwargs)
+            args = [generic(a) if isinstance(a, Tensor) and a.is_floating_point() else a for a in leaf.args]
+            output = leaf.module(*args, **leaf.kwargs)
             masks = []
             for index in (0, 1):
                 element = output[tuple(index if a == axis else p for a, p in enumerate(place))]

@@ -17,6 +17,8 @@ from qkwatch.core import Core
 from qkwatch.layout import Channels, HeadLayout
 from qkwatch.untouched import untouched
 
+ZERO = 1e-12  # the outputs of a projection that starts at zero are no larger
+
 
 class Refusal(Exception):
     """Why a site cannot be patched.
@@ -146,7 +148,8 @@ def replay(
     """Run ``module`` again on ``call``.
 
     Args:
-        cut: cut the outputs of its parametrised submodules out of the graph, and return them.
+        cut: cut the outputs of its parametrised submodules out of the graph, and return them; zeros among them
+            (projections that start there) become random numbers, so such a run is for questions to autograd only.
         edit: module -> what to do to its output.
         on_core: called with each core as it runs; without it the cores are kept and returned.
     """
@@ -172,6 +175,13 @@ def replay(
     return Replay(output, cores, leaves)
 
 
+def generic(tensor: Tensor) -> Tensor:
+    """The tensor, or random numbers in its place where it is next to zero: there gradients and norms tell nothing."""
+    if not tensor.numel() or not bool(tensor.abs().amax() <= ZERO):
+        return tensor
+    return torch.randn(tensor.shape, generator=torch.Generator().manual_seed(4)).to(tensor)
+
+
 def _parametrised(module: nn.Module, root: nn.Module) -> bool:
     return module is not root and next(module.parameters(), None) is not None
 
@@ -185,7 +195,7 @@ def _cutter(leaves: list[Leaf], capture: CoreCapture) -> Callable[..., Any]:
         def one(value: Any) -> Any:
             if not isinstance(value, Tensor) or not value.is_floating_point():
                 return value
-            leaf = value.detach().requires_grad_()
+            leaf = generic(value.detach()).requires_grad_()
             leaves.append(Leaf(module, leaf, args, kwargs, alone))
             return leaf.clone()  # not the leaf itself: the site may write into it
 

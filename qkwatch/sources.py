@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from qkwatch.layout import Channels
-from qkwatch.probe import Leaf, Refusal, isolated
+from qkwatch.probe import Leaf, Refusal, generic, isolated
 from qkwatch.taps import parts_of
 
 
@@ -130,11 +130,18 @@ def _places(n: int, radix: int) -> int:
 
 
 def _degree(core_tensor: Tensor, sources: list[Tensor]) -> float:
-    """Euler's degree of q in what feeds it: 1 of something linear, 0 where a norm takes the length away."""
-    seed = core_tensor.detach()
+    """Euler's degree of q in what feeds it: 1 of something linear, 0 where a norm takes the length away.
+
+    Where q is zero nothing can be told, and it counts as linear.
+    """
+    q = core_tensor.detach().float()
+    largest = q.abs().amax()
+    if not bool(largest > 0):
+        return 1.0
+    seed = (q / largest).to(core_tensor)
     grads = torch.autograd.grad(core_tensor, sources, seed, retain_graph=True, allow_unused=True)
     pairs = [(g.float() * s.detach().float()).sum() for g, s in zip(grads, sources, strict=True) if g is not None]
-    return float(sum(pairs) / seed.float().square().sum().clamp_min(1e-30))
+    return float(sum(pairs) / ((q / largest).square().sum() * largest))
 
 
 def is_normed(leaf: Leaf, channels: Channels, core_tensor: Tensor, beside: Sequence[Tensor] = ()) -> bool:
@@ -157,13 +164,13 @@ def is_norm(leaf: Leaf, channels: Channels | None = None) -> bool:
     inputs = [a for a in leaf.args if isinstance(a, Tensor) and a.is_floating_point()]
     if len(inputs) != 1 or not leaf.args or leaf.args[0] is not inputs[0]:
         return False
-    x = inputs[0].detach()
+    x = generic(inputs[0].detach())
     axes = 1 if x.shape[0] > 1 or x.ndim < 3 else 2
     scale = torch.rand(x.shape[:axes], generator=torch.Generator().manual_seed(1)).add(1.5).to(x)
     try:
         with isolated(leaf.module, {}, leaf.args, leaf.kwargs), torch.no_grad():
             grown = x * scale.reshape(*x.shape[:axes], *[1] * (x.ndim - axes))
-            scaled = leaf.module(grown, *leaf.args[1:], **leaf.kwargs)
+            original, scaled = (leaf.module(t, *leaf.args[1:], **leaf.kwargs) for t in (x, grown))
     except Exception:
         return False
     if not isinstance(scaled, Tensor):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from qkwatch.core import Core
@@ -18,7 +18,7 @@ from qkwatch.linearity import FURTHER, check_unmoved, logit_scale, without
 from qkwatch.measure import measure_at
 from qkwatch.norms import Calibrate, HeadNorm, QKNorm, calibrated_gains
 from qkwatch.plan import SitePlan
-from qkwatch.probe import Call, Refusal, replay
+from qkwatch.probe import ZERO, Call, Refusal, generic, replay
 from qkwatch.reading import Reading, merge, reading_from
 from qkwatch.sites import Site
 
@@ -66,7 +66,8 @@ def calibrate_and_verify(site: Site, draft: SitePlan, *, cap: float, calibrate: 
             _path_ratio(side, norms, what)
             for side, norms, what in ((norm.q, grown.q, "queries"), (norm.k, grown.k, "keys"))
         )
-        scale, further = (grown.scale, False) if grown.scale is not None else logit_scale(site, norm, _run)
+        with _entering(norm, generic):
+            scale, further = (grown.scale, False) if grown.scale is not None else logit_scale(site, norm, _run)
         if further and not loose.factors:
             loose = replace(loose, factors=(FURTHER,))
     plan, factor, k_factor = draft, scale * q_ratio * k_ratio, 1.0
@@ -75,8 +76,10 @@ def calibrate_and_verify(site: Site, draft: SitePlan, *, cap: float, calibrate: 
     if calibrate == "needed":
         calibrate = bool(loose) or start > cap
     gains: dict[str, Tensor] = {}
+    q_rms, k_rms = alone.reading.q_rms / q_ratio, alone.reading.k_rms / k_ratio
+    if any(bool((rms <= ZERO).all()) for rms in (q_rms, k_rms)):  # one starts at zero, and has no length to keep yet
+        calibrate, q_rms = calibrate and start > cap, torch.full_like(q_rms, math.nan)
     if calibrate:
-        q_rms, k_rms = alone.reading.q_rms / q_ratio, alone.reading.k_rms / k_ratio
         largest = before.reading.product_logit
         gains = calibrated_gains(
             draft.variant,
@@ -165,18 +168,26 @@ def _run_grown(site: Site, norm: QKNorm, growth: float = GROWTH) -> _Run:
     """The site with what enters its norms multiplied: as if the projections had grown."""
     assert site.call is not None
     grow = functools.partial(_grow, growth)
-    handles = [side.register_forward_pre_hook(grow) for side in (norm.q, norm.k)]
-    try:
+    with _entering(norm, grow):
         return _run(site, site.call)
+
+
+@contextlib.contextmanager
+def _entering(norm: QKNorm, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """What enters the norms is changed."""
+    handles = [side.register_forward_pre_hook(lambda m, args: (change(args[0]),)) for side in (norm.q, norm.k)]
+    try:
+        yield
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _grow(growth: float, module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-    size = float(args[0].detach().float().square().mean().sqrt())
-    # projections that start near zero (or with zeros) must not drown in a norm's epsilon
-    return (args[0] * (growth * max(1.0, 1.0 / size) if 0.0 < size < math.inf else growth),)
+def _grow(growth: float, x: Tensor) -> Tensor:
+    x = generic(x)
+    size = float(x.detach().float().square().mean().sqrt())
+    # projections that start near zero must not drown in a norm's epsilon
+    return x * (growth * max(1.0, 1.0 / size) if 0.0 < size < math.inf else growth)
 
 
 @contextlib.contextmanager
