@@ -8,10 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from qkwatch.probe import Call, Leaf, generic, isolated, replay
+from qkwatch.taps import parts_of
 
 
 def is_feature_axis(leaf: Leaf, axis: int, place: list[int]) -> bool:
     """Whether elements along an axis of a module's output come from different weights: channels, not positions."""
+    if parts := parts_of(leaf.module):  # a norm of ours mixes what comes from different weights
+        return axis - leaf.tensor.ndim in (parts[0][0].axis, parts[0][0].head_axis)
     parameters = [p for p in leaf.module.parameters() if p.requires_grad]
     if not parameters or leaf.tensor.shape[axis] < 2:
         return True

@@ -102,3 +102,14 @@ class Scaled(nn.Module):
 def test_heads_that_share_weights_are_heads(build, x):
     site = qkwatch.find_sites(build(), x)[0]
     assert (site.q_heads, site.k_heads, site.head_dim) == (H, H, D // H)
+
+
+@pytest.mark.parametrize("variant", ["l2", "qwen3", "vit22b"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("build", [Axial, Leading])
+def test_one_patched_head_is_found_normed(build, bias, variant):
+    model, x = build(bias=bias), torch.randn(2, 7, D)
+    assert qkwatch.retrofit_(model, qkwatch.find_sites(model, x), variant=variant).applied == [""]
+    site = qkwatch.find_sites(model, x)[0]
+    assert (site.q_heads, site.normed, site.retrofittable) == (1, True, False)
+    assert site.reason == "its queries and keys are normed already"
