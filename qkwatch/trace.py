@@ -19,6 +19,8 @@ from qkwatch.layout import Channels, HeadLayout
 from qkwatch.probe import Call, Leaf, Loose, Refusal, Tap, Taps, replay
 from qkwatch.sources import Side, Source, is_normed, multiplies, radix_of
 
+_FEW = 4
+
 
 def find_taps(site: nn.Module, call: Call) -> Taps:
     """The head layout of the site's core, and its taps for q and k.
@@ -35,14 +37,15 @@ def find_taps(site: nn.Module, call: Call) -> Taps:
     try:
         with torch.inference_mode(False), torch.enable_grad():
             axes = Axes(site, call, run.leaves)
-            found = [_taps_of(site, core, run.leaves, axes) for core in run.cores[:4]]
+            found = [_taps_of(site, core, run.leaves, axes) for core in _looked_at(run.cores)]
     except Refusal:
         raise
     except Exception as error:
         raise Refusal(f"autograd could not follow its forward ({type(error).__name__}: {error})") from error
     taps = found[0]
-    if any((t.q.module, t.k.module) != (taps.q.module, taps.k.module) for t in found):
-        raise Refusal("it computes several attentions from different projections")
+    for other in found[1:]:
+        _check_same(taps.q, other.q)
+        _check_same(taps.k, other.k)
     if taps.q.module is taps.k.module and taps.q.channels.overlaps(taps.k.channels):
         raise Refusal("queries and keys are the same channels of one projection")
     return taps
@@ -57,13 +60,29 @@ def find_query_tap(site: nn.Module, call: Call) -> Tap:
     run = replay(site, call, cut=True)
     if not run.cores:
         raise Refusal("run again by itself, it computes no attention")
-    core = run.cores[0]
+    axes, found = Axes(site, call, run.leaves), list[Tap]()
     with torch.inference_mode(False), torch.enable_grad():
-        queries = core.queries()
-        source = Side(site, queries, run.leaves, "queries").source()
-        lead = (queries if core.fused else core.rows()).shape[:-2]
-        channels, _ = _channels(source, "queries", queries, lead, Axes(site, call, run.leaves))
-    return Tap(source.leaf.module, channels, is_normed(source.leaf, channels, queries))
+        for core in _looked_at(run.cores):
+            queries = core.queries()
+            source = Side(site, queries, run.leaves, "queries").source()
+            lead = (queries if core.fused else core.rows()).shape[:-2]
+            channels, _ = _channels(source, "queries", queries, lead, axes)
+            found.append(Tap(source.leaf.module, channels, is_normed(source.leaf, channels, queries)))
+            _check_same(found[0], found[-1])
+    return found[0]
+
+
+def _looked_at(cores: list[Core]) -> list[Core]:
+    """The first few and the last: a site may compute hundreds, one for each window."""
+    return cores if len(cores) <= _FEW else [*cores[: _FEW - 1], cores[-1]]
+
+
+def _check_same(tap: Tap, other: Tap) -> None:
+    """Several cores of one site must take their queries (or keys) from the same place. Raises `Refusal`."""
+    if tap.module is not other.module:
+        raise Refusal("it computes several attentions from different projections")
+    if tap.channels != other.channels:
+        raise Refusal("it computes several attentions from different channels of one projection")
 
 
 def _taps_of(site: nn.Module, core: Core, leaves: list[Leaf], axes: Axes) -> Taps:

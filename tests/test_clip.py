@@ -140,3 +140,40 @@ def test_a_normed_site_is_refused() -> None:
     clip = QKClip(find_sites(model, x), 20.0)
     assert clip.applied == []
     assert "normed" in next(iter(clip.refused.values()))
+
+
+class Difference(nn.Module):
+    """Two softmaxes, one less the other; ``apart``: each has projections of its own."""
+
+    def __init__(self, fused: bool, apart: bool) -> None:
+        super().__init__()
+        self.fused, widths = fused, [16, 16] if apart else [32]
+        self.q, self.k = (nn.ModuleList(nn.Linear(16, width) for width in widths) for _ in range(2))
+        self.v = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k = ([t for p in side for t in p(x).split(16, -1)] for side in (self.q, self.k))
+        v = self.v(x).unflatten(-1, (2, 8)).transpose(1, 2)
+        first, second = (self.attend(*pair, v) for pair in zip(q, k, strict=True))
+        return first - 0.5 * second
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in (q, k))
+        if self.fused:
+            return nn.functional.scaled_dot_product_attention(q, k, v)
+        return (q @ k.mT * 8**-0.5).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("apart", [False, True])
+def test_several_attentions_of_one_site_are_not_clipped_for_each_other(fused: bool, apart: bool) -> None:
+    model, x = Difference(fused, apart), torch.randn(2, 9, 16)
+    sites, before = find_sites(model, x), {k: v.clone() for k, v in model.state_dict().items()}
+    reason = f"several attentions from different {'projections' if apart else 'channels of one projection'}"
+    clip = QKClip(sites, 1e-3)
+    assert clip.applied == []
+    assert reason in clip.refused[""]
+    clip.clip_([site.reading for site in sites])
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    if not fused:  # the fused ones can be normed where they take queries and keys
+        assert reason in sites[0].reason
