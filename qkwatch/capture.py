@@ -24,6 +24,7 @@ from qkwatch.core import Bias, Core
 from qkwatch.descent import Info, filled, is_per_row, products_after, products_of_base, tensors
 from qkwatch.modules import in_backward
 from qkwatch.operations import ADDS, FILLS, FRESH, FUSED, PRODUCTS, SOFTMAX, SUBTRACTS, VIEWS, aten
+from qkwatch.placement import place
 from qkwatch.products import Product
 
 _ALONE: list[CoreCapture] = []
@@ -209,7 +210,8 @@ class CoreCapture(TorchDispatchMode):
             return
         if info.unshifted is not None:
             x = info.unshifted
-        product = min(info.products, key=lambda p: (p.misfit(x, dim), p.order))
+        # of several (relative positions, an index that selects keys) the one that is laid out as the logits are
+        product = min(info.products, key=lambda p: (place(p, x, dim) is None, p.misfit(x, dim), p.order))
         biases = tuple(bias for bias in info.biases if product.order not in bias.products)
         core = Core(
             product.a,

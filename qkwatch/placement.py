@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qkwatch.axes import Atom
 from qkwatch.products import Product
 
 _Steps = list[tuple[int, int]]  # sizes and what one step along each is in a flat list
@@ -23,6 +22,7 @@ class Placement:
         swapped: the product was K Q^T.
         lead: the logits' axes that are neither queries nor keys, in their order.
         token: the axis of the queries; None where there is none, each leading index having one query.
+        rows: how many queries each leading index has.
         of_q: sizes and steps of ``lead`` and the queries in the flat list of all queries.
         of_k: the same of ``lead`` in the list of all key matrices.
     """
@@ -30,16 +30,17 @@ class Placement:
     swapped: bool
     lead: tuple[int, ...]
     token: int | None
+    rows: int
     of_q: _Steps
     of_k: _Steps
 
     def queries(self, q: Tensor, k: Tensor) -> Tensor:
         """(N, Tq, D), N the leading axes of the logits in their order."""
         q = k.transpose(-1, -2) if self.swapped else q
-        queries, rows = q.reshape(-1, q.shape[-1]), self.of_q[-1][0]
+        queries = q.reshape(-1, q.shape[-1])
         if not _is_all(self.of_q, len(queries)):
             queries = queries[_index(self.of_q, q.device)]
-        return queries.reshape(*([-1] if self.lead else []), rows, q.shape[-1])
+        return queries.reshape(*([-1] if self.lead else []), self.rows, q.shape[-1])
 
     def keys(self, q: Tensor, k: Tensor) -> Tensor:
         """(N, Tk, D), repeated where several leading indices share them."""
@@ -83,14 +84,12 @@ def place(product: Product, logits: Tensor, dim: int) -> Placement | None:
         return stride // (rows * columns)
 
     atoms = [atom for axis in lead for atom in axes[axis]]
-    steps: list[Atom] = [(size, in_q(stride)) for size, stride in atoms]
-    last = [(size, in_q(stride)) for size, stride in axes[token]] if token is not None else []
-    if len(last) > 1:
-        return None
-    of_q, of_k = [*steps, *(last or [(1, 1)])], [(size, in_k(stride)) for size, stride in atoms]
+    tokens = axes[token] if token is not None else ()
+    of_q = [(size, in_q(stride)) for size, stride in (*atoms, *tokens)]
+    of_k = [(size, in_k(stride)) for size, stride in atoms]
     if _last(of_q) >= n * count or _last(of_k) >= n:
         return None  # there are more logits than the product made
-    return Placement(swapped, lead, token, of_q, of_k)
+    return Placement(swapped, lead, token, math.prod(size for size, _ in tokens), of_q, of_k)
 
 
 def _kind(stride: int, rows: int, columns: int) -> str:

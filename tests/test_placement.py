@@ -143,3 +143,22 @@ def test_grouped_keys_by_einsum_are_told_apart_by_head(equation: str, groups: in
     lengths = torch.einsum(f"bignd->b{order}id", q).flatten(1, 2).square().mean(-1).sqrt().mean((0, 2))
     torch.testing.assert_close(reading.q_rms, lengths.detach())
     assert reading.rows == 18
+
+
+class Selecting(Ordered):
+    """An index of its own product chooses the keys; positions are added with the queries as a grid."""
+
+    def weigh(self, logits: Tensor) -> Tensor:
+        index = logits.detach().mT @ logits.detach()  # a product of activations that no logit is made of
+        kept = index.mean(1, keepdim=True).topk(index.shape[-1], -1).values.amin(-1, keepdim=True) > -torch.inf
+        grid = logits.unflatten(2, (2, -1)) + torch.zeros(2, 1, 1)
+        flat = grid.flatten(2, 3).masked_fill(~kept[:, :, :1], -torch.inf)
+        return torch.cat([flat, torch.full_like(flat[..., :1], -30.0)], -1).softmax(-1)[..., :-1]
+
+
+def test_the_product_that_is_laid_out_as_the_logits_is_that_of_the_queries() -> None:
+    plain, model = Ordered(), Selecting()
+    (reference,), (site,) = find_sites(plain, *inputs(2, 6, 6)), find_sites(model, *inputs(2, 6, 6))
+    assert (site.q_heads, site.head_dim) == (H, D)
+    for name in ("q_rms", "k_rms"):
+        torch.testing.assert_close(getattr(site.reading, name), getattr(reference.reading, name))
