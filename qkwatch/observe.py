@@ -15,6 +15,7 @@ from qkwatch.core import Core
 from qkwatch.fastpath import fast_path_core
 from qkwatch.measure import Rows, measure_at
 from qkwatch.modules import ModuleStack
+from qkwatch.options import check_rows
 from qkwatch.probe import Call
 from qkwatch.reading import Packed, Reading, reading_from
 from qkwatch.scout import Scout
@@ -202,6 +203,7 @@ def watch(
         >>> watcher.readings[0].site, tuple(watcher.readings[0].max_logit.shape)
         ('self_attn', (4,))
     """
+    check_rows("watch", rows)
     watcher = Watcher()
     if sites is not None:
         watcher.sites = select(sites, layers)

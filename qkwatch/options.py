@@ -22,8 +22,7 @@ def check_options(watch: Any) -> None:
             raise QKWatchError(
                 f"QKWatch {name} must be a whole number of at least {least}, got {getattr(watch, name)!r}"
             )
-    if watch.rows not in ("all", "auto") and not _whole(watch.rows, 1):
-        raise QKWatchError(f'QKWatch rows must be "all", "auto" or a whole number of at least 1, got {watch.rows!r}')
+    check_rows("QKWatch", watch.rows)
     check_cap(watch.cap, watch.max_gain, "QKWatch")
     if watch.variant == CLIP and watch.ramp_steps:
         raise QKWatchError(f"QKWatch ramp_steps must be 0 with variant {CLIP!r}: it has no normed function to pass to")
@@ -51,6 +50,12 @@ def check_cap(cap: object, max_gain: object, where: str) -> None:
         raise QKWatchError(f"{where} cap must be a positive, finite number, got {cap!r}")
     if max_gain is not None and not _positive(max_gain):
         raise QKWatchError(f"{where} max_gain must be a positive number or None, got {max_gain!r}")
+
+
+def check_rows(whose: str, rows: object) -> None:
+    """Raises `QKWatchError` unless ``rows`` says how many query rows to measure."""
+    if rows not in ("all", "auto") and not _whole(rows, 1):
+        raise QKWatchError(f'{whose} rows must be "all", "auto" or a whole number of at least 1, got {rows!r}')
 
 
 def _whole(value: object, least: int) -> bool:

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from qkwatch.features import Axes, is_feature_axis
 from qkwatch.core import Core
+from qkwatch.features import Axes, is_feature_axis
 from qkwatch.layout import Channels, HeadLayout
 from qkwatch.probe import Call, Leaf, Loose, Refusal, Tap, Taps, replay
 from qkwatch.sources import Side, Source, is_normed, multiplies, radix_of

@@ -688,3 +688,13 @@ def test_each_softmax_of_a_difference_is_read_from_the_first_forward_on():
     assert site.reading is not None
     assert site.reading.max_logit.tolist() == second.max_logit.tolist()
     assert site.reading.rows == first.rows + second.rows
+
+
+@pytest.mark.parametrize("rows", [0, -1, "some", 3.5, True, None])
+@pytest.mark.parametrize("known", [True, False])
+def test_rows_that_are_no_number_of_rows_are_refused(rows, known):
+    model, x = TinyAttention(32, 4, True), torch.randn(2, 9, 32)
+    sites = qkwatch.find_sites(model, x) if known else None
+    allowed = '"all", "auto" or a whole number of at least 1'
+    with pytest.raises(qkwatch.QKWatchError, match=allowed), qkwatch.watch(model, sites, rows=rows):
+        model(x)
