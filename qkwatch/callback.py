@@ -167,7 +167,7 @@ class QKWatch(Watching, *trainers.callback_bases()):  # type: ignore[misc]
     @guarded
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if self._panels is not None:
-            self._panels.close()
+            self._aside("a logger", self._panels.close)
         self._intervention.let_go(self._run)
         self._say(trainer, self._summary())
 
@@ -197,6 +197,6 @@ class QKWatch(Watching, *trainers.callback_bases()):  # type: ignore[misc]
 
     # -- saying things --------------------------------------------------------------------------------------
 
-    def _say(self, host: Any, renderable: Any) -> None:
+    def _print(self, host: Any, renderable: Any) -> None:
         if self.console and host.is_global_zero:
             say(renderable, host.progress_bar_callback)

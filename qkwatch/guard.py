@@ -14,7 +14,7 @@ Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 def guarded(hook: Hook) -> Hook:
-    """A fault in a hook never stops training: one warning, and the monitor stands down.
+    """A fault in a hook never stops training: one warning, and the watch is over.
 
     A `QKWatchError` is bad input and does stop it, and so does any fault under ``on_error="raise"``. Whatever
     happens (KeyboardInterrupt too), nothing stays attached.
@@ -30,7 +30,7 @@ def guarded(hook: Hook) -> Hook:
             self._detach()
             if isinstance(fault, QKWatchError) or not isinstance(fault, Exception) or self.on_error == "raise":
                 raise
-            self._stand_down(hook.__name__, fault)
+            self._stand_down(fault)
             return None
 
     return cast(Hook, run)
@@ -42,19 +42,23 @@ class Guard:
     on_error: str
     _monitor: Monitor | None
     _stood_down: bool
+    _step: int
     _warned: set[str]
 
     def _detach(self) -> None:
         if self._monitor is not None:
             self._monitor.discard()
 
-    def _stand_down(self, hook: str, fault: Exception) -> None:
+    def _stand_down(self, fault: Exception) -> None:
         """With several ranks the others learn of it at the next measured step; until then this one keeps step."""
         monitor = self._monitor
         self._stood_down = monitor is None or monitor.ranks.size == 1 or monitor.told
         if monitor is not None and not self._stood_down:
             monitor.broken = monitor.broken or fault
-        shown = f'stands down after {text_of(fault)} in {hook}. Training goes on; on_error="raise" shows where'
+        shown = (
+            f"stopped watching at step {self._step:,} ({text_of(fault)}); training goes on, no more readings or "
+            'patches; on_error="raise" shows where'
+        )
         self._warn_once("fault", shown)
 
     def _fault(self, site: str, fault: Exception) -> None:
@@ -63,6 +67,15 @@ class Guard:
             raise fault
         where = f" at {site}" if site else ""
         self._warn_once("measure", f"a measurement failed ({text_of(fault)}){where}: not measured")
+
+    def _aside(self, what: str, work: Callable[[], object]) -> None:
+        """What is not ours, a logger or the console: a fault of it is one warning, and the watch goes on."""
+        try:
+            work()
+        except Exception as fault:
+            if self.on_error == "raise":
+                raise
+            self._warn_once(what, f"{what} failed ({text_of(fault)}); the watch goes on")
 
     def _unseen(self, site: str, operation: str) -> None:
         self._warn_once(site, f"{site or 'the model'} runs {operation}, which cannot be looked into: not measured")

@@ -225,21 +225,39 @@ def say(renderable: RenderableType, progress_bar: object | None = None) -> None:
 
     A bar that draws with tqdm gets the rendered text through its own `print`, which drops text while none of
     its bars is open. So then, and with a Rich bar or none, Rich's shared console prints: it knows the live
-    display, and a second console would strand half a bar.
+    display, and a second console would strand half a bar. What the output's encoding lacks becomes "?".
     """
     console = get_console()
-    if not _tqdm_is_open(progress_bar):
+    if _tqdm_is_open(progress_bar):
+        progress_bar.print(_page(console, renderable).rstrip("\n"))  # type: ignore[union-attr]
+    elif console.encoding.startswith("utf"):
         console.print(renderable)
-        return
+    else:  # it would raise in the middle, and again with whatever is printed next
+        console.print(Text.from_ansi(_page(console, renderable)))
+
+
+def _page(console: Console, renderable: RenderableType) -> str:
+    """What a console would print, in characters that it can."""
+    encoding, paper = console.encoding, _Paper(console.encoding)
     page = Console(
-        file=StringIO(),
+        file=paper,
         width=console.width,
         force_terminal=console.is_terminal,
         color_system=console.color_system or None,  # type: ignore[arg-type]
         no_color=console.no_color,
     )
     page.print(renderable)
-    progress_bar.print(page.file.getvalue().rstrip("\n"))  # type: ignore[union-attr, attr-defined]
+    return paper.getvalue().encode(encoding, "replace").decode(encoding)
+
+
+class _Paper(StringIO):
+    """Rich draws with what the encoding of its file has."""
+
+    encoding = ""
+
+    def __init__(self, encoding: str) -> None:
+        super().__init__()
+        self.encoding = encoding
 
 
 def _tqdm_is_open(bar: object | None) -> bool:

@@ -206,7 +206,7 @@ class QKWatchCallback(Watching, TrainerCallback, ExportableState):
 
     # -- what `Watching` leaves open ------------------------------------------------------------------------
 
-    def _say(self, host: Any, renderable: Any) -> None:
+    def _print(self, host: Any, renderable: Any) -> None:
         if self.console and host["state"].is_world_process_zero:
             say(renderable, _Bars())
 

@@ -101,8 +101,11 @@ class Watching(Guard):
     # -- what the integrations say for themselves -----------------------------------------------------------
 
     @abstractmethod
-    def _say(self, host: Any, renderable: Any) -> None:
+    def _print(self, host: Any, renderable: Any) -> None:
         """Print, on one rank, if `console` is on."""
+
+    def _say(self, host: Any, renderable: Any) -> None:
+        self._aside("printing", lambda: self._print(host, renderable))
 
     @abstractmethod
     def _log(self, host: Any, model: nn.Module, figures: dict[str, float]) -> None:
@@ -200,7 +203,8 @@ class Watching(Guard):
                 self._patch(host, model, mine)
         if run.clipping and self.variant == CLIP and self.history and self.history[-1][0] == self._step:
             clipped = self._intervention.clip_heads(self._live(host, model), monitor, self.readings)
-            self._log(host, model, {"qkwatch/clipped_heads": float(clipped)})
+            figures = {"qkwatch/clipped_heads": float(clipped)}
+            self._aside("logging the figures", lambda: self._log(host, model, figures))
         if self._intervention.ripe and between:
             self._judge(host, model)
         if run.pending is None and between:
@@ -232,16 +236,16 @@ class Watching(Guard):
         self.history.append((self._step, readings))
         self._run.measured += 1
         self._run.alerts += alerts
-        self._log(host, model, aggregates(readings, alerts))
-        if self._panels is not None:
-            self._panels.readings(readings, self._step)
+        self._aside("logging the figures", lambda: self._log(host, model, aggregates(readings, alerts)))
+        if (panels := self._panels) is not None:
+            self._aside("a logger", lambda: panels.readings(readings, self._step))
         self._tell(host, alerts)
         if loud:
             self._say(host, reading_table(readings, title=f"attention at step {self._step}", most=8))
 
     def _tell(self, host: Any, alerts: list[Alert]) -> None:
-        if self._panels is not None and alerts:
-            self._panels.alerts(alerts, self._step)
+        if (panels := self._panels) is not None and alerts:
+            self._aside("a logger", lambda: panels.alerts(alerts, self._step))
         for alert in alerts:
             if alert.level >= Level.WARN:
                 self._say(host, alert_text(alert))
@@ -260,8 +264,8 @@ class Watching(Guard):
         self.retrofits.append(Retrofit(self._step, report, loss_before=before))
         text = retrofit_text(report)
         self._say(host, text)
-        if self._panels is not None:
-            self._panels.retrofit(text.plain, self._step)
+        if (panels := self._panels) is not None:
+            self._aside("a logger", lambda: panels.retrofit(text.plain, self._step))
 
     def _summary(self) -> Any:
         return summary(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import csv
+import io
 import math
 import pickle
 import warnings
@@ -19,6 +20,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.tuner import Tuner
+from rich.console import Console
 from tiny import HEADS, LENGTH, Tiny, assert_same, data, loss_of, trainer, weights
 from torch import nn
 from torch.nn.modules import module as torch_module
@@ -27,6 +29,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import qkwatch
 from qkwatch import Level, QKWatch, QKWatchError, Thresholds
+from qkwatch.retrofit import patched_sites
 from qkwatch.watching import HISTORY
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -506,15 +509,15 @@ def _raise(*args: Any, **kwargs: Any) -> Any:
 FAULTS: dict[str, tuple[str, str]] = {
     "statistics, in the search": ("qkwatch.scout.measure", "measurement"),
     "statistics": ("qkwatch.observe.measure_at", "measurement"),
-    "search": ("qkwatch.scout.find_taps", "stands down"),
-    "merging": ("qkwatch.monitor.merge", "stands down"),
-    "rules": ("qkwatch.rules.Rules.update", "stands down"),
-    "panels": ("qkwatch.panels.Panels.readings", "stands down"),
-    "metrics": ("qkwatch.trainers.log", "stands down"),
-    "attaching": ("qkwatch.monitor.Monitor._attach", "stands down"),
-    "right after attaching": ("qkwatch.intervene.Intervention.ramp", "stands down"),
+    "search": ("qkwatch.scout.find_taps", "stopped watching at step"),
+    "merging": ("qkwatch.monitor.merge", "stopped watching at step"),
+    "rules": ("qkwatch.rules.Rules.update", "stopped watching at step"),
+    "panels": ("qkwatch.panels.Panels.readings", "a logger failed"),
+    "metrics": ("qkwatch.trainers.log", "logging the figures failed"),
+    "attaching": ("qkwatch.monitor.Monitor._attach", "stopped watching at step"),
+    "right after attaching": ("qkwatch.intervene.Intervention.ramp", "stopped watching at step"),
     "keeping inputs": ("qkwatch.scout.Call.of", "measurement"),
-    "summary": ("qkwatch.watching.summary", "stands down"),
+    "summary": ("qkwatch.watching.summary", "stopped watching at step"),
 }
 
 
@@ -538,6 +541,46 @@ def test_a_fault_is_one_warning_and_the_run_goes_on(name: str, monkeypatch: Any)
         assert all(r.rows > 0 for r in readings)
     with pytest.raises(ZeroDivisionError):
         fit(watch(on_error="raise"))
+
+
+class Hiccup(CSVLogger):
+    """Fails once, or always."""
+
+    def __init__(self, folder: Any, always: bool) -> None:
+        super().__init__(folder)
+        self.always, self.asked = always, 0
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        ours = any("qkwatch" in key for key in metrics)
+        self.asked += ours
+        if ours and (self.always or self.asked == 1):
+            raise ConnectionError("the network is down")
+        super().log_metrics(metrics, step)
+
+
+@pytest.mark.parametrize("where", ["once", "always", "console"])
+def test_a_logger_or_console_that_fails_stops_neither_the_watch_nor_the_patch(
+    where: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    callback = watch(retrofit="auto", every_n_steps=2, on_error="warn", console=True)
+    if where == "console":
+        monkeypatch.setattr("qkwatch.callback.say", _raise)
+    loggers = [] if where == "console" else [Hiccup(tmp_path, where == "always")]
+    with only_warning("printing failed" if where == "console" else "a logger failed"):
+        fit(callback, module=(module := Tiny(sharp=True)), logger=loggers or False)
+    assert patched_sites(module) == SITES
+    assert callback._run.measured >= 4
+
+
+def test_a_console_of_few_characters(monkeypatch: Any) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr("rich._console", Console(file=io.TextIOWrapper(raw, encoding="ascii", write_through=True)))
+    callback = watch(retrofit="auto", every_n_steps=2, console=True)
+    fit(callback, module=(module := Tiny(sharp=True)))
+    assert patched_sites(module) == SITES
+    text = raw.getvalue().decode("ascii")
+    assert "qkwatch WARN step 0" in text
+    assert "qkwatch watched 2 sites" in text
 
 
 @pytest.mark.parametrize(
