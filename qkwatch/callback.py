@@ -24,8 +24,8 @@ class QKWatch(Watching, *trainers.callback_bases()):  # type: ignore[misc]
     r"""Watch the attention of the model in training; warn before it saturates; patch it to QK-norm if asked.
 
     Between measured steps nothing is attached to the model. Readings are logged to every logger of the Trainer,
-    and as ``qkwatch/max_logit``, ``qkwatch/min_entropy`` and ``qkwatch/alert_level`` for EarlyStopping and
-    ModelCheckpoint to monitor.
+    and as ``qkwatch/max_logit``, ``qkwatch/min_entropy`` and ``qkwatch/alert_level`` (the worst level of the alerts
+    that hold: 0 none, 1 INFO, 2 WARN, 3 CRITICAL, 4 FATAL) for EarlyStopping and ModelCheckpoint to monitor.
 
     Args:
         every_n_steps: optimizer steps between readings.
@@ -71,6 +71,7 @@ class QKWatch(Watching, *trainers.callback_bases()):  # type: ignore[misc]
     _before_start: Sequence[Any] = ()  # likewise, for what is loaded before anything runs
     _saved: dict[str, Any] | None = None  # of a checkpoint, until the fit starts
     _groups: Any = None  # likewise
+    _unlogged = False  # figures of a checkpoint that other callbacks may monitor
 
     @property
     def state_key(self) -> str:
@@ -115,6 +116,7 @@ class QKWatch(Watching, *trainers.callback_bases()):  # type: ignore[misc]
         saved, self._saved = self._saved, None
         if saved:
             self._go_on_from(saved)
+            self._unlogged = True
             self._run.count(trainer.global_step)  # saved between the optimizer's step and our own hook
         elif self._run.counted_at != trainer.global_step:
             self._run.steps, self._run.counted_at = trainers.steps_done(trainer), trainer.global_step
@@ -144,7 +146,16 @@ class QKWatch(Watching, *trainers.callback_bases()):  # type: ignore[misc]
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         # guarded one by one: a rank on which the first fails still has to take part in what is collective of the rest
         self._read(trainer, pl_module, trainers.loss_of(trainer, outputs), trainer.global_step)
+        if self._unlogged:
+            self._relog(pl_module)
         self._consider(trainer, pl_module)
+
+    @guarded
+    def _relog(self, pl_module: Any) -> None:
+        """The last figures from before a resume: its first epoch may take no reading, and others monitor them."""
+        self._unlogged = False
+        if not self.history or self.history[-1][0] != self._step:
+            self._aside("logging the figures", lambda: trainers.log(pl_module, self._run.figures))
 
     def _log(self, host: Any, model: Any, figures: dict[str, float]) -> None:
         trainers.log(model, figures)

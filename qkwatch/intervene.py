@@ -74,7 +74,9 @@ class Intervention:
                 self._snapshot, self._line.turned = snapshot, step + self.ramp_steps
                 run.comparing = snapshot is not None
                 if self.budget is not None and snapshot is None:
-                    self._warn("budget", f"budget= has no effect {self._blind(model)}: this retrofit will not be taken back")
+                    self._warn(
+                        "budget", f"budget= has no effect {self._blind(model)}: this retrofit will not be taken back"
+                    )
             unknown = monitor.ranks.size > 1 and not shards(model)  # to what averages gradients
             self.new += new if unknown else []
             monitor.rules.forget(report.applied)

@@ -25,6 +25,7 @@ class Progress:
         measured: steps on which readings were taken.
         alerts: all of them.
         retrofits: those of this process; a checkpoint does not keep them (the weights say what is patched).
+        figures: the few of the last reading that other callbacks monitor.
         pending: why a retrofit is due; None where none is.
         decided: a retrofit was made, or refused for every site.
         outcome: of what was decided: "patched" (or put under QK-clip), "refused", "taken back".
@@ -51,6 +52,7 @@ class Progress:
     ramp_sites: list[str] | None = None
     outcome: str | None = None
     comparing: bool = False
+    figures: dict[str, float] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
 
     def note_loss(self, loss: Tensor | None, step: int) -> None:

@@ -110,6 +110,11 @@ class Rules:
         self._past = {site: past for site, past in self._past.items() if site not in gone}
         self._active = {key: active for key, active in self._active.items() if key[0] not in gone}
 
+    @property
+    def level(self) -> int:
+        """The worst level that holds now: of alerts that have begun and not yet ended; 0 for none. Sinks are none."""
+        return max((int(level) for _, rule, level in self._active if rule != "sink"), default=0)
+
     def forecast(self, site: str, head: int, step: int) -> Forecast:
         """Steps from ``step`` until the head's max logit passes each limit, from the readings taken so far."""
         return forecast(self._past.get(site, History()), head, step, self.thresholds)

@@ -229,6 +229,7 @@ class Watching(Guard):
             self._tell(host, [alert])
 
     def _take(self, host: Any, model: nn.Module, readings: list[Reading], alerts: list[Alert]) -> None:
+        assert self._monitor is not None
         loud = [alert for alert in alerts if alert.level >= Level.WARN]
         if loud and self.retrofit == "auto" and not self._run.decided:
             self._run.pending = f"alert at step {self._step}"
@@ -236,7 +237,8 @@ class Watching(Guard):
         self.history.append((self._step, readings))
         self._run.measured += 1
         self._run.alerts += alerts
-        self._aside("logging the figures", lambda: self._log(host, model, aggregates(readings, alerts)))
+        self._run.figures = aggregates(readings, self._monitor.rules.level)
+        self._aside("logging the figures", lambda: self._log(host, model, self._run.figures))
         if (panels := self._panels) is not None:
             self._aside("a logger", lambda: panels.readings(readings, self._step))
         self._tell(host, alerts)
@@ -277,14 +279,16 @@ class Watching(Guard):
         )
 
 
-def aggregates(readings: Sequence[Reading], alerts: Sequence[Alert]) -> dict[str, float]:
+def aggregates(readings: Sequence[Reading], level: int) -> dict[str, float]:
     """The few figures that EarlyStopping and ModelCheckpoint may monitor; what was not measured is left out.
+
+    The level is that of the alerts that hold, whenever they began.
 
     An infinite logit is logged as the largest float32: it must not stop a logger, and nothing exceeds it.
     """
     largest = torch.cat([r.max_logit for r in readings])
     entropy = torch.cat([r.entropy for r in readings])
-    figures = {"qkwatch/alert_level": float(max((a.level for a in alerts), default=0))}
+    figures = {"qkwatch/alert_level": float(level)}
     if not largest.isnan().all():
         figures["qkwatch/max_logit"] = float(largest[~largest.isnan()].max().clamp_max(torch.finfo(torch.float32).max))
     if not entropy.isnan().all():

@@ -469,6 +469,36 @@ def test_early_stopping_and_checkpoints_may_monitor(tmp_path: Path) -> None:
     assert run.callback_metrics["qkwatch/alert_level_epoch"] >= Level.WARN
 
 
+def test_a_resumed_epoch_without_a_reading_can_be_monitored(tmp_path: Path) -> None:
+    def callbacks() -> list[Any]:
+        return [watch(every_n_steps=10), EarlyStopping("qkwatch/max_logit", mode="min", patience=100)]
+
+    keep = ModelCheckpoint(tmp_path, save_top_k=-1, filename="{epoch}")
+    trainer(*callbacks(), keep, max_epochs=4).fit(Tiny(), data(), data(4))
+    for epoch in range(4):  # of 8 steps each, so that the last, 24 to 31, has a reading at 30 only, and epoch 4 none
+        best = ModelCheckpoint(tmp_path / "best", monitor="qkwatch/max_logit")
+        run = trainer(*callbacks(), best, max_epochs=6)
+        run.fit(Tiny(), data(), data(4), ckpt_path=tmp_path / f"epoch={epoch}.ckpt")
+        assert run.current_epoch == 6
+        assert best.best_model_score > 0
+
+
+def test_the_alert_level_is_that_of_what_holds_not_of_what_begins() -> None:
+    class Levels(L.Callback):
+        def __init__(self) -> None:
+            self.seen: list[float] = []
+
+        def on_train_batch_end(self, run: Any, *args: Any) -> None:
+            self.seen.append(float(run.callback_metrics["qkwatch/alert_level_step"]))
+
+    levels, callback = Levels(), watch(every_n_steps=1)
+    fit(callback, levels, module=Tiny(sharp=True, lr=0.0), steps=6)
+    assert {alert.step for alert in callback.alerts if alert.level >= Level.WARN} != set(range(6))
+    assert min(levels.seen) >= Level.WARN
+    fit(callback := watch(every_n_steps=1), levels := Levels(), module=Tiny(lr=0.0), steps=6)
+    assert max(levels.seen) <= Level.INFO
+
+
 def test_the_max_falls_after_a_calm_step() -> None:
     callback = watch(retrofit="now")
     run, _ = fit(callback, module=Tiny(sharp=True), loader=data(16), steps=8)

@@ -211,7 +211,9 @@ def test_the_budget_is_of_whole_losses_and_is_judged_between_steps(cost: float, 
 def test_where_there_is_no_way_back_it_says_so(monkeypatch: Any) -> None:
     monkeypatch.setattr("qkwatch.intervene.shards", lambda model: [model])  # as if it were sharded
     module, callback = Spoiled(), PatchAt(every_n_steps=3, console=False, on_error="raise", budget=0.3, budget_steps=5)
-    with pytest.warns(UserWarning, match=r"budget= has no effect on a model sharded by FSDP2: this retrofit will not be taken back"):
+    with pytest.warns(
+        UserWarning, match=r"budget= has no effect on a model sharded by FSDP2: this retrofit will not be taken back"
+    ):
         trainer(callback, max_steps=20).fit(module, same_batch(40), same_batch(1))
     assert patched_sites(module) == SITES
     assert callback.retrofits[0].undone is None
