@@ -132,6 +132,11 @@ class Thresholds:
         if self.critical_readings > self.window:
             raise QKWatchError("Thresholds.critical_readings must not be above window: older readings are gone")
 
+    @property
+    def marks(self) -> dict[str, float]:
+        """The logits of the levels, by name."""
+        return {"WARN": self.warn_logit, "CRITICAL": self.critical_logit, "FATAL": self.fatal_logit}
+
 
 @dataclass(frozen=True)
 class Forecast:

@@ -121,7 +121,8 @@ class QKWatch(Watching, *trainers.callback_bases()):  # type: ignore[misc]
         elif self._run.counted_at != trainer.global_step:
             self._run.steps, self._run.counted_at = trainers.steps_done(trainer), trainer.global_step
         self._start(trainer, pl_module)
-        self._panels = Panels(trainer.loggers if trainer.is_global_zero and not trainer.fast_dev_run else [])
+        loggers = trainer.loggers if trainer.is_global_zero and not trainer.fast_dev_run else []
+        self._panels = Panels(loggers, marks=self.thresholds.marks)
         # of a model that came patched: after the optimizers' state was loaded by index, no sooner
         reshard(pl_module)
         if trainer.optimizers and trainers.refuses_patches(trainer) is None:

@@ -192,7 +192,7 @@ def summary(
     sites: int,
     readings: int,
     alerts: Sequence[Alert],
-    retrofits: Sequence[Report] = (),
+    retrofits: Sequence[Text] = (),
     last: Sequence[Reading] = (),
     worst: int = 5,
 ) -> Group:
@@ -202,7 +202,7 @@ def summary(
         sites: sites watched.
         readings: steps on which readings were taken.
         alerts: all alerts of the run.
-        retrofits: reports in the order they were applied.
+        retrofits: what was done and when, in words.
         last: the last step's readings; the `worst` of them are tabled.
         worst: rows of that table.
     """
@@ -214,7 +214,7 @@ def summary(
     for level in sorted(Level, reverse=True):
         if of_level := [a for a in alerts if a.level == level]:
             parts.append(_level_line(level, of_level))
-    parts += [retrofit_text(report) for report in retrofits]
+    parts += retrofits
     if last:
         parts.append(reading_table(last, title="last reading", most=worst))
     return Group(*parts)

@@ -130,7 +130,8 @@ class QKWatchCallback(Watching, TrainerCallback, ExportableState):
             self._go_on_from(saved)
         self._run.steps = self._run.counted_at = state.global_step
         self._start({"state": state}, model)
-        self._panels = Panels([*self.loggers, *_tensorboard(args)] if state.is_world_process_zero else [])
+        loggers = [*self.loggers, *_tensorboard(args)] if state.is_world_process_zero else []
+        self._panels = Panels(loggers, marks=self.thresholds.marks)
 
     @guarded
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:

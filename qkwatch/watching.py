@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
+from rich.text import Text
 from torch import Tensor, nn
 
 from qkwatch.guard import Guard, guarded, text_of
@@ -19,12 +20,13 @@ from qkwatch.panels import Panels
 from qkwatch.progress import Progress
 from qkwatch.ranks import Ranks
 from qkwatch.reading import Reading
-from qkwatch.report import alert_text, reading_table, retrofit_text, summary
+from qkwatch.report import alert_texts, reading_table, retrofit_text, summary
 from qkwatch.retrofit import RetrofitReport, patched_sites
 from qkwatch.rules import Alert, Level, Thresholds
 from qkwatch.sites import ELSEWHERE, Site
 from qkwatch.variants import CLIP, Calibrate, Variant, get_variant
 
+TABLE_EVERY = 10  # readings between two tables of alerts that are no worse
 HISTORY = 128  # steps of readings kept in `history`
 
 
@@ -65,6 +67,7 @@ class Watching(Guard):
         self._stood_down = False
         self._warned: set[str] = set()
         self._step = 0  # when the batch began
+        self._tabled = (Level.INFO, 0)  # level and number of the readings that were last printed as a table
         self._loss: Tensor | None = None  # of the batch that ended
         self.history: deque[tuple[int, list[Reading]]] = deque(maxlen=HISTORY)
         self._forget()
@@ -242,15 +245,16 @@ class Watching(Guard):
         if (panels := self._panels) is not None:
             self._aside("a logger", lambda: panels.readings(readings, self._step))
         self._tell(host, alerts)
-        if loud:
+        worst, since = max((alert.level for alert in loud), default=None), self._run.measured - self._tabled[1]
+        if worst is not None and (worst > self._tabled[0] or since >= TABLE_EVERY):
+            self._tabled = (worst, self._run.measured)
             self._say(host, reading_table(readings, title=f"attention at step {self._step}", most=8))
 
     def _tell(self, host: Any, alerts: list[Alert]) -> None:
         if (panels := self._panels) is not None and alerts:
             self._aside("a logger", lambda: panels.alerts(alerts, self._step))
-        for alert in alerts:
-            if alert.level >= Level.WARN:
-                self._say(host, alert_text(alert))
+        for text in alert_texts([alert for alert in alerts if alert.level >= Level.WARN]):
+            self._say(host, text)
 
     def _patch(self, host: Any, model: nn.Module, sites: list[Site]) -> None:
         assert self._monitor is not None
@@ -264,7 +268,7 @@ class Watching(Guard):
         self._run.settle(report)
         before = None if self._loss is None else float(self._loss)
         self.retrofits.append(Retrofit(self._step, report, loss_before=before))
-        text = retrofit_text(report)
+        text = retrofit_text(report, after=self._step, ramp_steps=self.ramp_steps)
         self._say(host, text)
         if (panels := self._panels) is not None:
             self._aside("a logger", lambda: panels.retrofit(text.plain, self._step))
@@ -274,9 +278,26 @@ class Watching(Guard):
             sites=len({r.site for r in self.readings} | {s.name for s in self.sites}),
             readings=self._run.measured,
             alerts=self.alerts,
-            retrofits=[entry.report for entry in self.retrofits],
+            retrofits=[self._told(entry) for entry in self.retrofits] or self._untold(),
             last=self.readings,
         )
+
+    def _told(self, entry: Retrofit) -> Text:
+        """A retrofit at the end of the run: what was done, and the loss around it."""
+        text = retrofit_text(entry.report, after=entry.step, ramp_steps=self.ramp_steps)
+        if entry.report.applied and entry.loss_before is not None and entry.loss_after is not None:
+            text.append(f"\n  training loss {entry.loss_before:.4g} before, {entry.loss_after:.4g} after", "not bold")
+        if entry.undone is not None:
+            text.append(f"\n  taken back after step {entry.undone:,}", "yellow not bold")
+        return text
+
+    def _untold(self) -> list[Text]:
+        """Why nothing was patched, or what could be."""
+        if self.retrofit == "auto" and not self._run.decided:
+            return [Text('  retrofit="auto": no WARN, so nothing was patched')]
+        if self.retrofit == "off" and any(alert.level >= Level.WARN for alert in self.alerts):
+            return [Text('  nothing was patched (retrofit="off"); "auto" patches at the first WARN, "now" at once')]
+        return []
 
 
 def aggregates(readings: Sequence[Reading], level: int) -> dict[str, float]:

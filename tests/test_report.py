@@ -188,7 +188,11 @@ def test_summary_golden():
         Alert(Level.WARN, 40, "*", (), "collapse", ""),
         Alert(Level.FATAL, 1500, "h.0", (1,), "max_logit", ""),
     ]
-    text = lines(summary(sites=2, readings=150, alerts=alerts, retrofits=[FakeReport(["h.0"], {}, {"h.0": 0.002})]))
+    text = lines(
+        summary(
+            sites=2, readings=150, alerts=alerts, retrofits=[retrofit_text(FakeReport(["h.0"], {}, {"h.0": 0.002}))]
+        )
+    )
     assert text == [
         "qkwatch watched 2 sites on 150 steps",
         "  FATAL 1 at 1 site, first at step 1,500 (h.0: max_logit)",
