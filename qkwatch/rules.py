@@ -330,7 +330,7 @@ def _name_heads(heads: Collection[int]) -> str:
 def _figures(now: _Now, head: int) -> str:
     """The figures of one head; what was not measured is left out."""
     values = (now.top[head], now.entropy[head], now.sink[head], now.rms[head])
-    forms = ("max logit {:,.4g}", "entropy {:.2f}", "sink mass {:.2f}", "RMS(q)·RMS(k) {:.3g}")
+    forms = ("max logit {:,.4g}", "entropy without sinks {:.2f}", "sink mass {:.2f}", "RMS(q)·RMS(k) {:.3g}")
     texts = [form.format(value) for form, value in zip(forms, values, strict=True) if value is not None]
     if head in now.non_finite:
         texts = ["max logit non-finite", *texts[1:]]
