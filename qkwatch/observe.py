@@ -207,7 +207,7 @@ def watch(
     watcher = Watcher()
     if sites is not None:
         watcher.sites = select(sites, layers)
-        with Observer(watcher.sites, rows) as watcher._live:
+        with Observer(watcher.sites, rows, _warn_faults()) as watcher._live:
             yield watcher
         _warn_unseen(watcher._live.unseen)
         return
@@ -221,7 +221,7 @@ class _FirstForward:
     def __init__(self, model: nn.Module, layers: str | Sequence[str] | None, rows: Rows, watcher: Watcher):
         self._layers, self._rows, self._watcher = layers, rows, watcher
         self._scout = Scout(model, rows, on_done=self._resolve)
-        self._resolved = False
+        self._resolved, self._on_fault = False, _warn_faults()
 
     def __enter__(self) -> None:
         self._scout.__enter__()
@@ -230,12 +230,17 @@ class _FirstForward:
         scout, watcher = self._scout, self._watcher
         self._resolved = scout.capture.paused = True
         if scout.fault is not None:
-            raise scout.fault
-        watcher.sites = select(scout.sites(), self._layers)
+            self._on_fault("", scout.fault)
+        try:
+            found = scout.sites()
+        except Exception as fault:  # we are in the model's own forward pass
+            self._on_fault("", fault)
+            return
+        watcher.sites = select(found, self._layers)
         kept = {id(site) for site in watcher.sites}
         watcher._first = readings_of([(site, packed) for site, packed in scout.packs if id(site) in kept])
         _warn_unseen(scout.unseen)
-        watcher._live = Observer(watcher.sites, self._rows)
+        watcher._live = Observer(watcher.sites, self._rows, self._on_fault)
         watcher._live.take_over(scout.stack, scout.capture)
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
@@ -246,6 +251,19 @@ class _FirstForward:
             self._scout.__exit__(None, None, None)
         if self._watcher._live is not None:
             _warn_unseen(self._watcher._live.unseen)
+
+
+def _warn_faults() -> Callable[[str, Exception], None]:
+    """A fault of a measurement is one warning for each site; the model's forward pass goes on."""
+    told: set[str] = set()
+
+    def warn(site: str, fault: Exception) -> None:
+        if site not in told:
+            told.add(site)
+            what = f"{site or 'the model'} could not be measured ({type(fault).__name__}: {fault})"
+            warnings.warn(f"qkwatch: {what}", stacklevel=2)
+
+    return warn
 
 
 def _warn_unseen(unseen: dict[str, str]) -> None:

@@ -698,3 +698,24 @@ def test_rows_that_are_no_number_of_rows_are_refused(rows, known):
     allowed = '"all", "auto" or a whole number of at least 1'
     with pytest.raises(qkwatch.QKWatchError, match=allowed), qkwatch.watch(model, sites, rows=rows):
         model(x)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_fault_of_a_measurement_is_one_warning_and_no_crash(known, monkeypatch):
+    model, x = TinyAttention(32, 4, True), torch.randn(2, 9, 32)
+    want = model(x)
+    sites = qkwatch.find_sites(model, x) if known else None
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("cannot be read")
+
+    monkeypatch.setattr("qkwatch.observe.measure_at" if known else "qkwatch.capture.CoreCapture._fused", fail)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with qkwatch.watch(model, sites) as watcher:
+            assert torch.equal(model(x), want)
+            assert torch.equal(model(x), want)
+    assert watcher.readings == []
+    told = [str(w.message) for w in seen if "qkwatch" in str(w.message)]
+    assert len(told) == 1
+    assert "could not be measured (RuntimeError: cannot be read)" in told[0]
