@@ -163,8 +163,8 @@ class CoreCapture(TorchDispatchMode):
 
     def _fused(self, op: Any, args: Any, kwargs: Any) -> None:
         q, k = args[0], args[1]
-        if q.is_nested or k.is_nested:
-            self._on_unseen("attention over nested tensors")
+        if q.is_nested or k.is_nested or q.is_meta:
+            self._on_unseen("attention " + ("on the meta device" if q.is_meta else "over nested tensors"))
             return
         mask_at, causal_at = FUSED[op]
         scale = kwargs.get("scale")
@@ -207,6 +207,9 @@ class CoreCapture(TorchDispatchMode):
             return
         info = self._info(x)
         if info is None or not info.products:
+            return
+        if x.is_meta:
+            self._on_unseen("attention on the meta device")
             return
         if info.unshifted is not None:
             x = info.unshifted

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from qkwatch.capture import CoreCapture
 from qkwatch.core import Core
@@ -39,6 +40,7 @@ def find_sites(model: nn.Module, *inputs: Any, **kwargs: Any) -> list[Site]:
     >>> [(site.name, site.q_heads, site.head_dim, site.retrofittable) for site in find_sites(layer, x, x, x)]
     [('', 4, 8, True)]
     """
+    _check_values(model, inputs, kwargs)
     scout = Scout(model)
     autocast = Call.of(inputs, kwargs).autocast
     with isolated(unwrap(model), autocast, inputs, kwargs, weights=False), torch.no_grad(), scout:
@@ -46,6 +48,16 @@ def find_sites(model: nn.Module, *inputs: Any, **kwargs: Any) -> list[Site]:
     if scout.fault is not None:
         raise scout.fault
     return scout.sites()
+
+
+def _check_values(model: nn.Module, *inputs: Any) -> None:
+    parameters, given = list(model.parameters()), [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
+    # some parameters may be: they are loaded when they are needed
+    if any(t.is_meta for t in given) or (parameters and all(p.is_meta for p in parameters)):
+        raise QKWatchError(
+            "find_sites runs the model and looks at values, but there are none on the meta device: give it a model and "
+            "inputs with values (model.to_empty(device=...), then weights)"
+        )
 
 
 @dataclass(eq=False)

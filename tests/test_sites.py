@@ -281,3 +281,14 @@ def test_a_module_used_twice_is_one_site():
     assert [reading.site for reading in watcher.readings] == ["a", "a"]
     assert sites[0].reading is not None
     assert sites[0].reading.rows == 2 * 2 * 12
+
+
+@pytest.mark.parametrize("flash", [True, False])
+def test_tensors_without_values_are_refused_in_one_line(flash):
+    with torch.device("meta"):
+        model, ids = TinyGPT(flash), torch.zeros(2, 12, dtype=torch.long)
+    with pytest.raises(qkwatch.QKWatchError, match="none on the meta device"):
+        qkwatch.find_sites(model, ids)
+    with pytest.warns(UserWarning, match="runs attention on the meta device"), qkwatch.watch(model) as watcher:
+        assert model(ids).is_meta
+    assert watcher.readings == []
