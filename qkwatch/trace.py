@@ -189,8 +189,9 @@ def _channels(
     widths = {len(channels) for _, channels in heads}
     if len(widths) != 1:
         raise Refusal(f"the heads of the {what} differ in width at their projection, or a clamp cuts channels off")
-    if widths != {dim}:
-        raise Refusal(f"a head's {what} are {dim} wide, but only {widths.pop()} of it come from the projection")
+    if (width := widths.pop()) != dim:
+        come = f"only {width} of it come from the projection" if width < dim else f"{width} of their projection feed it"
+        raise Refusal(f"a head's {what} are {dim} wide, but {come}")
     numbers = [sum(d * radix**i for i, d in enumerate(code)) for code, _ in heads]
     if len(heads) == 1 and not is_feature_axis(source.leaf, axis, place):
         raise Refusal(f"its {what} run over tokens, not over channels (cross-covariance)")

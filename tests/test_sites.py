@@ -292,3 +292,20 @@ def test_tensors_without_values_are_refused_in_one_line(flash):
     with pytest.warns(UserWarning, match="runs attention on the meta device"), qkwatch.watch(model) as watcher:
         assert model(ids).is_meta
     assert watcher.readings == []
+
+
+class Folded(nn.Module):
+    """Each channel of a head's queries is the sum of two of their projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(32, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = (p(x).unflatten(-1, (4, -1)).transpose(1, 2) for p in (self.q, self.k))
+        return (q.unflatten(-1, (2, 4)).sum(-2) @ k.mT).softmax(-1) @ k
+
+
+def test_a_head_that_more_channels_feed_than_it_has_is_refused_in_words_that_fit():
+    (site,) = qkwatch.find_sites(Folded(), torch.randn(2, 9, 32))
+    assert site.reason == "a head's queries are 4 wide, but 8 of their projection feed it"
