@@ -71,7 +71,12 @@ def place(product: Product, logits: Tensor, dim: int) -> Placement | None:
     rest = [axis for axis in range(logits.ndim) if axis != dim]
     if any(theirs in kinds[a] or (mine in kinds[a] and len(kinds[a]) > 1) for a in rest):
         return None
-    token = _token([a for a in rest if mine in kinds[a]], [a for a in rest if logits.shape[a] == 1], logits, dim)
+    stacked = [a for a in rest if mine in kinds[a]]
+    alike = [a for a in stacked if logits.shape[a] == logits.shape[dim]]
+    if len(stacked) > 1 and len(alike) > 1:
+        return None  # which of them are heads and which queries, only their sizes tell
+    single = [a for a in rest if logits.shape[a] == 1]
+    token = (alike or stacked)[-1] if stacked else single[-1] if single else None
     lead = tuple(axis for axis in rest if axis != token)
     count = columns if swapped else rows
     n = math.prod(product.shape[:-2])
@@ -96,14 +101,6 @@ def _kind(stride: int, rows: int, columns: int) -> str:
     if stride == 0:
         return "none"
     return "batch" if stride >= rows * columns else "row" if stride >= columns else "column"
-
-
-def _token(found: Sequence[int], single: Sequence[int], logits: Tensor, dim: int) -> int | None:
-    """The axis of the queries among those along which rows of the product lie; heads may be stacked beside them."""
-    if len(found) > 1:
-        alike = [axis for axis in found if logits.shape[axis] == logits.shape[dim]]
-        return alike[0] if len(alike) == 1 else found[-1]
-    return found[0] if found else single[-1] if single else None
 
 
 def _is_all(steps: Sequence[tuple[int, int]], count: int) -> bool:

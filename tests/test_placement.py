@@ -143,6 +143,13 @@ def test_grouped_keys_by_einsum_are_told_apart_by_head(equation: str, groups: in
     lengths = torch.einsum(f"bignd->b{order}id", q).flatten(1, 2).square().mean(-1).sqrt().mean((0, 2))
     torch.testing.assert_close(reading.q_rms, lengths.detach())
     assert reading.rows == 18
+    if order == "gn" and equation.startswith("bi"):  # as many queries as heads in a group: lumped rather than wrong
+        short = x[:, : 6 // groups]
+        with watch(model, [site]) as watcher:
+            model(short)
+        q, k = model.q(short).unflatten(-1, (groups, -1, 4)), model.k(short).unflatten(-1, (groups, 4))
+        largest = torch.einsum("bignd,bjgd->bgnij", q, k).detach().abs().amax() / 2
+        torch.testing.assert_close(watcher.readings[0].max_logit, largest.expand(6))
 
 
 class Selecting(Ordered):
