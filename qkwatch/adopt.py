@@ -18,7 +18,7 @@ def adopt_(model: nn.Module, optimizers: Any, schedulers: Any = ()) -> list[tupl
     """After `retrofit_`, `restore_` or a loaded plan: let the optimizers train the new gains, without weight decay.
 
     Old groups, parameters, state and learning rates stay as they are to the bit; each gain joins the optimizer
-    that trains its block, in a group of its own, at that block's learning rate. Calling it again changes nothing.
+    that holds its block, in a group of its own, at that block's learning rate. Calling it again changes nothing.
 
     Args:
         model: the patched model; may be wrapped (DistributedDataParallel, Fabric, compile).
@@ -26,7 +26,7 @@ def adopt_(model: nn.Module, optimizers: Any, schedulers: Any = ()) -> list[tupl
         schedulers: their learning-rate schedulers, one or several.
 
     Returns:
-        Name and parameter of each gain or bias that no optimizer trained before.
+        Name and parameter of each gain or bias that no optimizer held before.
 
     Raises:
         QKWatchError: none of the optimizers can train a gain; they, and the schedulers, are as before then.
@@ -42,11 +42,14 @@ def adopt_(model: nn.Module, optimizers: Any, schedulers: Any = ()) -> list[tupl
     """
     live, plans = several(optimizers), several(schedulers)
     known = {id(p) for o in map(unwrap, live) for group in o.param_groups for p in group["params"]}
-    trained = [(name, p) for name, p in norm_parameters(model) if p.requires_grad]
+    beside = _beside(model)
+    # those of a frozen block whose weights an optimizer holds all the same: they may be thawed later
+    held = {name for name, kin in beside.items() if any(id(p) in known for p in kin)}
+    trained = [(name, p) for name, p in norm_parameters(model) if p.requires_grad or name in held]
     if not trained:
         return []
     with unchanged_on_error(live, plans):
-        add_parameters(live, trained, beside=_beside(model), schedulers=plans)
+        add_parameters(live, trained, beside=beside, schedulers=plans)
     return [(name, p) for name, p in trained if id(p) not in known]
 
 

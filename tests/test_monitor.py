@@ -428,3 +428,23 @@ def test_fabric() -> None:
     assert_same(weights(ours), weights(plain))
     assert_same(fabric_optimizer.state_dict(), optimizer.state_dict())
     assert len(norm_parameters(ours)) == 2
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_gains_of_a_frozen_block_are_adopted_with_its_weights(held: bool) -> None:
+    net = Net()
+    net.requires_grad_(False)
+    net.head.requires_grad_(True)
+    optimizer = torch.optim.AdamW([p for p in net.parameters() if held or p.requires_grad], lr=1e-2)
+    _retrofit(net)
+    gain = net.blocks[0].attn.qk_norm.q.gain
+    assert not gain.requires_grad
+    assert bool(qkwatch.adopt_(net, optimizer)) == held
+    assert any(gain is p for group in optimizer.param_groups for p in group["params"]) == held
+    loss_of(net, IDS).backward()
+    optimizer.step()
+    net.requires_grad_(True)
+    before = gain.detach().clone()
+    loss_of(net, IDS).backward()
+    optimizer.step()
+    assert torch.equal(gain, before) != held
