@@ -114,8 +114,7 @@ class QKWatch(Watching, *trainers.callback_bases()):  # type: ignore[misc]
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._started()
         saved, self._saved = self._saved, None
-        if saved:
-            self._go_on_from(saved)
+        if saved and self._go_on_from(saved):
             self._unlogged = True
             self._run.count(trainer.global_step)  # saved between the optimizer's step and our own hook
         elif self._run.counted_at != trainer.global_step:
@@ -169,7 +168,7 @@ class QKWatch(Watching, *trainers.callback_bases()):  # type: ignore[misc]
         """Evaluating a checkpoint outside a fit: as far on its ramp as it was when it was saved."""
         self._started()
         if self._saved and trainer.state.fn != "fit":
-            run = self._saved["run"]
+            run = self._saved.get("run", {})
             set_ramp(pl_module, run.get("ramp"), run.get("ramp_sites"))
 
     on_test_start = on_predict_start = on_validation_start

@@ -30,6 +30,7 @@ class Progress:
         decided: a retrofit was made, or refused for every site.
         outcome: of what was decided: "patched" (or put under QK-clip), "refused", "taken back".
         comparing: its losses are still to be compared with a budget.
+        options: those under which it was decided.
         refused: names of the sites that were refused.
         ramp_from: the step at which a ramp began; None where none is under way.
         ramp_over: how many steps it takes; a run goes on with it whatever the options are then.
@@ -52,6 +53,7 @@ class Progress:
     ramp_sites: list[str] | None = None
     outcome: str | None = None
     comparing: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
     figures: dict[str, float] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
 
@@ -78,7 +80,11 @@ class Progress:
         applied = any(entry.report.applied and entry.undone is None for entry in self.retrofits)
         self.decided = patched or self.clipping or (self.decided and not applied)
         if not self.decided:
-            self.outcome, self.refused = None, []
+            self.reopen()
+
+    def reopen(self) -> None:
+        """Nothing is decided."""
+        self.decided, self.clipping, self.outcome, self.refused = False, False, None, []
 
     def state_dict(self) -> dict[str, Any]:
         """Primitives only: checkpoints are read with ``weights_only=True``."""
@@ -88,7 +94,14 @@ class Progress:
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> Progress:
-        return cls(**{**state, "alerts": [_from_list(alert) for alert in state["alerts"]]})
+        """What is not known here is left out (`unknown` names it)."""
+        known = {name: value for name, value in state.items() if name not in cls.unknown(state)}
+        return cls(**{**known, "alerts": [_from_list(alert) for alert in state["alerts"]]})
+
+    @classmethod
+    def unknown(cls, state: dict[str, Any]) -> set[str]:
+        """Entries that another version of this package saved."""
+        return state.keys() - {f.name for f in fields(cls)}
 
 
 def _to_list(alert: Alert) -> list[Any]:

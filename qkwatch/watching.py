@@ -20,13 +20,15 @@ from qkwatch.panels import Panels
 from qkwatch.progress import Progress
 from qkwatch.ranks import Ranks
 from qkwatch.reading import Reading
+from qkwatch.reconsider import options_of, reconsider
 from qkwatch.report import alert_texts, reading_table, retrofit_text, summary
 from qkwatch.retrofit import RetrofitReport, patched_sites
-from qkwatch.rules import Alert, Level, Thresholds
+from qkwatch.rules import Alert, Level, Rules, Thresholds
 from qkwatch.sites import ELSEWHERE, Site
 from qkwatch.variants import CLIP, Calibrate, Variant, get_variant
 
 TABLE_EVERY = 10  # readings between two tables of alerts that are no worse
+OTHER_VERSION = "the checkpoint's alert history is of another qkwatch version"
 HISTORY = 128  # steps of readings kept in `history`
 
 
@@ -144,20 +146,37 @@ class Watching(Guard):
         rules, last_measured = self._monitor.rules.state_dict(), self._monitor.last_whole
         return {"rules": rules, "last_measured": last_measured, "run": self._run.state_dict()}
 
-    def _go_on_from(self, saved: dict[str, Any]) -> None:
-        """From where the run was whose `state_dict` this is."""
+    def _go_on_from(self, saved: dict[str, Any]) -> bool:
+        """From where the run was whose `state_dict` this is; False where that cannot be read. No reason to stop."""
         assert self._monitor is not None
-        self._monitor.rules.load_state_dict(saved["rules"])
-        self._monitor.last_measured = saved["last_measured"]
-        self._run = Progress.from_state_dict(saved["run"])
+        try:
+            self._run = Progress.from_state_dict(saved["run"])
+            self._monitor.last_measured = saved["last_measured"]
+            whole = not Progress.unknown(saved["run"])
+        except Exception:
+            self._warn_once("state", f"{OTHER_VERSION}: the watch begins anew")
+            return False
+        try:
+            self._monitor.rules.load_state_dict(saved["rules"])
+        except Exception:
+            self._monitor.rules, whole = Rules(self.thresholds), False
+        if not whole:
+            self._warn_once("state", f"{OTHER_VERSION}: starting a new one")
+        return True
 
     def _start(self, host: Any, model: nn.Module) -> None:
         """What the model brings with it, once it is known where the run is."""
         self._intervention.let_go(self._run)  # of a comparison that another process began
-        self._run.start(patched=bool(patched_sites(model)))
-        ramping = self._intervention.take_up_ramp(model, self._run)
-        if ramping is not None:
-            self._say(host, f"qkwatch: {ramping}")
+        patched = bool(patched_sites(model))
+        self._run.start(patched)
+        anew = reconsider(self._run, options_of(self), patched)
+        assert self._monitor is not None
+        loud = self._monitor.rules.level >= Level.WARN  # it began before, and is not told again
+        if loud and self.retrofit == "auto" and not self._run.decided:
+            self._run.pending = self._run.pending or "an alert that holds"
+        for text in (anew, self._intervention.take_up_ramp(model, self._run)):
+            if text is not None:
+                self._say(host, f"qkwatch: {text}")
 
     # -- one step -------------------------------------------------------------------------------------------
 
