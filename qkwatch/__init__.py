@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from qkwatch.checkpoints import load_from_checkpoint
     from qkwatch.clip import QKClip
     from qkwatch.errors import QKWatchError
+    from qkwatch.find import find_sites
     from qkwatch.norms import Variant
     from qkwatch.observe import watch
     from qkwatch.plan import RetrofitPlan
     from qkwatch.reading import Reading
     from qkwatch.retrofit import RetrofitReport, restore_, retrofit_, undo_
     from qkwatch.rules import Alert, Level, Thresholds
-    from qkwatch.scout import find_sites
     from qkwatch.sites import Site
 
 __version__ = "0.1.0"
@@ -40,7 +40,7 @@ _HOMES = {
     "Thresholds": "rules",
     "Variant": "norms",
     "adopt_": "adopt",
-    "find_sites": "scout",
+    "find_sites": "find",
     "load_from_checkpoint": "checkpoints",
     "restore_": "retrofit",
     "retrofit_": "retrofit",

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from qkwatch.bench_training import run_training
 from qkwatch.demo_model import GPT
 from qkwatch.errors import QKWatchError
+from qkwatch.find import find_sites
 from qkwatch.retrofit import retrofit_
-from qkwatch.scout import find_sites
 from qkwatch.stats import MANY_KEYS, MIN_ROW_LEFT, SHARP, SINK_MASS, qk_stats
 from qkwatch.timing import Ratios, Result, device, ratio, timed
 

@@ -33,9 +33,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from qkwatch.callback import QKWatch
 from qkwatch.demo_model import Lesson, Setup, corpus, held_out_loss, windows
 from qkwatch.errors import QKWatchError
+from qkwatch.find import find_sites
 from qkwatch.retrofit import retrofit_
 from qkwatch.rules import Level
-from qkwatch.scout import find_sites
 
 ARMS = {
     "none": "nothing (QKWatch only watches)",

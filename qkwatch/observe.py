@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from qkwatch.capture import CoreCapture
 from qkwatch.core import Core
+from qkwatch.errors import QKWatchError
 from qkwatch.fastpath import fast_path_core
 from qkwatch.measure import Rows, measure_at
 from qkwatch.modules import ModuleStack
@@ -196,6 +197,9 @@ def watch(
         layers: glob or globs over the sites' names; a leading "!" excludes.
         rows: "all", "auto" or a number of query rows per core.
 
+    Raises:
+        QKWatchError: sites of another model, a glob that matches no site, or rows that are none of these.
+
     Example:
         >>> model = nn.TransformerEncoderLayer(32, 4, batch_first=True)
         >>> with watch(model) as watcher:
@@ -206,6 +210,10 @@ def watch(
     check_rows("watch", rows)
     watcher = Watcher()
     if sites is not None:
+        own = {id(module) for module in model.modules()}
+        for site in sites:
+            if id(site.module) not in own:
+                raise QKWatchError(f"watch: {site.name!r} is no module of this model; call find_sites on this one")
         watcher.sites = select(sites, layers)
         with Observer(watcher.sites, rows, _warn_faults()) as watcher._live:
             yield watcher

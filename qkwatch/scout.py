@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from qkwatch.capture import CoreCapture
 from qkwatch.core import Core
@@ -20,7 +19,7 @@ from qkwatch.fastpath import fast_path_core
 from qkwatch.layout import HeadLayout, default_layout
 from qkwatch.measure import Rows, measure, measure_at
 from qkwatch.modules import ModuleStack, named_modules, unwrap
-from qkwatch.probe import Call, Refusal, isolated, replay
+from qkwatch.probe import Call, Refusal, replay
 from qkwatch.reading import Packed, gather_heads, merge, reading_from
 from qkwatch.sharding import unsharded
 from qkwatch.sites import Site
@@ -28,36 +27,6 @@ from qkwatch.trace import find_taps
 
 OUTSIDE = "it runs outside of any module's forward (in training_step itself, or in a method it calls)"
 _WIDEN = 3  # how many ancestors with weights may be tried for the projections that a core's own module lacks
-
-
-def find_sites(model: nn.Module, *inputs: Any, **kwargs: Any) -> list[Site]:
-    """Run ``model`` once on the given inputs and return its attention sites, in the order in which they ran.
-
-    The model, its buffers and the random state are left as they were. A model without softmax attention gives
-    an empty list.
-
-    >>> layer, x = nn.MultiheadAttention(32, 4, batch_first=True), torch.randn(2, 7, 32)
-    >>> [(site.name, site.q_heads, site.head_dim, site.retrofittable) for site in find_sites(layer, x, x, x)]
-    [('', 4, 8, True)]
-    """
-    _check_values(model, inputs, kwargs)
-    scout = Scout(model)
-    autocast = Call.of(inputs, kwargs).autocast
-    with isolated(unwrap(model), autocast, inputs, kwargs, weights=False), torch.no_grad(), scout:
-        model(*inputs, **kwargs)
-    if scout.fault is not None:
-        raise scout.fault
-    return scout.sites()
-
-
-def _check_values(model: nn.Module, *inputs: Any) -> None:
-    parameters, given = list(model.parameters()), [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
-    # some parameters may be: they are loaded when they are needed
-    if any(t.is_meta for t in given) or (parameters and all(p.is_meta for p in parameters)):
-        raise QKWatchError(
-            "find_sites runs the model and looks at values, but there are none on the meta device: give it a model and "
-            "inputs with values (model.to_empty(device=...), then weights)"
-        )
 
 
 @dataclass(eq=False)

@@ -461,6 +461,16 @@ def test_readings_can_be_taken_inside_the_block():
     assert len(watcher.readings) == 4
 
 
+def test_sites_of_another_model_are_no_sites_of_this_one():
+    model, x = TinyAttention(32, 4, True), torch.randn(2, 9, 32)
+    sites = qkwatch.find_sites(model, x)
+    with (
+        pytest.raises(qkwatch.QKWatchError, match="find_sites on this one"),
+        qkwatch.watch(copy.deepcopy(model), sites),
+    ):
+        pass
+
+
 def test_other_models_in_the_block_are_left_alone():
     model, other = TinyGPT(True), TinyGPT(False)
     with qkwatch.watch(model) as watcher:
