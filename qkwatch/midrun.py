@@ -83,8 +83,7 @@ def patch_(
     model, models = live.models[0], live.models
     reshard(model)
     before = [set(patched_sites(each)) for each in models]
-    names = [site.name for site in sites]
-    twins = ranks.broadcast(find_twins(model, names, {*known, *names}))
+    twins = _agreed_twins(model, [site.name for site in sites], known, ranks)
     with unchanged_on_error(live.optimizers, live.schedulers):
         try:
             fault, report, new = None, RetrofitReport(), []
@@ -107,6 +106,18 @@ def patch_(
                     uninstall(each, name)
             raise
     return report, new
+
+
+def _agreed_twins(model: nn.Module, names: Sequence[str], known: Collection[str], ranks: Ranks) -> dict[str, list[str]]:
+    """Where copies of the sites are, as rank zero sees it."""
+    twins: dict[str, list[str]] = {}
+    fault = None
+    try:
+        twins = find_twins(model, names, {*known, *names})
+    except Exception as error:
+        fault = error
+    ranks.agree(fault)
+    return ranks.first(twins if ranks.rank == 0 else None) or {}
 
 
 def _patch_twins(model: nn.Module, report: RetrofitReport, twins: dict[str, list[str]]) -> None:

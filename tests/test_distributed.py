@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from pathlib import Path
@@ -214,6 +215,28 @@ def test_parts_that_the_first_steps_leave_out(retrofit: str, tmp_path: Path) -> 
     assert read == ["late.attn", *both]
     if retrofit == "now":
         assert sorted(name for _, applied, _, _ in first["retrofits"] for name in applied) == both
+
+
+class Averaged(Plain):
+    """Keeps an average of its network that never runs in training."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.ema = copy.deepcopy(self.net).requires_grad_(False)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        for mine, live in zip(self.ema.parameters(), self.net.parameters(), strict=True):
+            mine.lerp_(live.detach(), 0.1)
+
+
+def test_an_average_inside_the_module(tmp_path: Path) -> None:
+    def work(rank: int) -> Any:
+        module, callback = Averaged(), watch(retrofit="now")
+        return outcome(ddp(callback, module=module), module, callback)
+
+    first, second = together(work, tmp_path)
+    assert_same(first, second)
+    assert "ema.blocks.0.attn.qk_norm.q.gain" in first["weights"]
 
 
 def _raise(*args: Any, **kwargs: Any) -> Any:
