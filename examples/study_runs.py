@@ -14,7 +14,7 @@ from qkwatch import QKClip, Reading, Thresholds, find_sites, retrofit_
 from qkwatch.midrun import set_ramp
 from qkwatch.monitor import Monitor, Ranks
 from qkwatch.optim import add_parameters
-from qkwatch.retrofit import norm_parameters
+from qkwatch.surgery import norm_parameters
 
 STEPS, PROBE, READ = 600, 10, 5  # steps of a run; between held-out probes; between readings kept for the rules
 EVERY = 10  # steps between the readings that the rules see: QKWatch's default

@@ -11,25 +11,25 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qkwatch.adopt import adopt_
+    from qkwatch.alerts import Alert, Level, Thresholds
     from qkwatch.callback import QKWatch
     from qkwatch.checkpoints import load_from_checkpoint
     from qkwatch.clip import QKClip
     from qkwatch.errors import QKWatchError
     from qkwatch.find import find_sites
-    from qkwatch.norms import Variant
     from qkwatch.observe import watch
     from qkwatch.plan import RetrofitPlan
     from qkwatch.reading import Reading
     from qkwatch.retrofit import RetrofitReport, restore_, retrofit_, undo_
-    from qkwatch.rules import Alert, Level, Thresholds
     from qkwatch.sites import Site
+    from qkwatch.variants import Variant
 
 __version__ = "0.1.0"
 
 # name -> where it lives; imported at first use, so that `qkwatch --help` needs no torch
 _HOMES = {
-    "Alert": "rules",
-    "Level": "rules",
+    "Alert": "alerts",
+    "Level": "alerts",
     "QKClip": "clip",
     "QKWatch": "callback",
     "QKWatchError": "errors",
@@ -37,8 +37,8 @@ _HOMES = {
     "RetrofitPlan": "plan",
     "RetrofitReport": "retrofit",
     "Site": "sites",
-    "Thresholds": "rules",
-    "Variant": "norms",
+    "Thresholds": "alerts",
+    "Variant": "variants",
     "adopt_": "adopt",
     "find_sites": "find",
     "load_from_checkpoint": "checkpoints",

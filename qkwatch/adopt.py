@@ -9,9 +9,10 @@ from typing import Any
 from torch import nn
 
 from qkwatch.modules import clean_name, named_modules
+from qkwatch.norms import site_of
 from qkwatch.optim import GROUP_KEY, add_parameters, decays, group_names, regroup, several
-from qkwatch.retrofit import norm_parameters, patched_sites
 from qkwatch.schedulers import unwrap, walk
+from qkwatch.surgery import norm_parameters, patched_sites
 
 
 def adopt_(model: nn.Module, optimizers: Any, schedulers: Any = ()) -> list[tuple[str, nn.Parameter]]:
@@ -60,8 +61,7 @@ def _beside(model: nn.Module) -> dict[str, list[nn.Parameter]]:
     beside: dict[str, list[nn.Parameter]] = {}
     for site in patched_sites(model):
         kin = [p for p in modules[site].parameters() if id(p) not in own]
-        prefix = f"{site}.qk_norm." if site else "qk_norm."
-        beside |= {name: kin for name, _ in gains if name.startswith(prefix)}
+        beside |= {name: kin for name, _ in gains if site_of(name) == site}
     return beside
 
 

@@ -16,10 +16,11 @@ from torch import nn
 
 from qkwatch.midrun import set_ramp
 from qkwatch.optim import group_names, regroup, remove_parameters
-from qkwatch.retrofit import match_, norm_parameters, patched_sites, plan_of
+from qkwatch.retrofit import match_, plan_of
 from qkwatch.schedulers import unwrap
 from qkwatch.sharding import reshard
 from qkwatch.stored import stored_keys
+from qkwatch.surgery import norm_parameters, patched_sites
 
 KEY = "qkwatch"  # of our entry in a checkpoint
 SHARDED_EXTRAS = "meta.pt"  # where Lightning keeps a sharded checkpoint's other entries

@@ -30,12 +30,12 @@ from rich.text import Text
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from qkwatch.alerts import Level
 from qkwatch.callback import QKWatch
 from qkwatch.demo_model import Lesson, Setup, corpus, held_out_loss, windows
 from qkwatch.errors import QKWatchError
 from qkwatch.find import find_sites
 from qkwatch.retrofit import retrofit_
-from qkwatch.rules import Level
 
 ARMS = {
     "none": "nothing (QKWatch only watches)",

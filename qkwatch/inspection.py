@@ -15,13 +15,12 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from qkwatch.alerts import Level
 from qkwatch.names import abbreviate, short_sites, site_label
-from qkwatch.norms import QKNorm
+from qkwatch.norms import CHILD, QKNorm, site_of
 from qkwatch.optim import GROUP_KEY
 from qkwatch.plan import SitePlan
 from qkwatch.report import STYLES
-from qkwatch.retrofit import CHILD
-from qkwatch.rules import Level
 from qkwatch.stored import load, stored_keys, weights_of
 from qkwatch.variants import Variant
 
@@ -47,12 +46,11 @@ def patches(state_dict: Mapping[str, Any]) -> list[Patch]:
     """The patches that a state_dict's own keys tell of. Raises `QKWatchError` for a damaged plan."""
     found = []
     for key, value in state_dict.items():
-        prefix = key.removesuffix("plan")
-        if prefix == key or not f".{prefix}".endswith(f".{CHILD}.") or not isinstance(value, Tensor):
+        if not f".{key}".endswith(f".{CHILD}.plan") or not isinstance(value, Tensor):
             continue
-        plan = SitePlan.from_dict(QKNorm.decode_plan(value))
+        plan, prefix = SitePlan.from_dict(QKNorm.decode_plan(value)), key.removesuffix("plan")
         gains = [_effective(plan, state_dict.get(f"{prefix}{side}.gain")) for side in ("q", "k")]
-        found.append(Patch(prefix.removesuffix(f"{CHILD}.").removesuffix("."), plan, *gains))
+        found.append(Patch(site_of(key), plan, *gains))
     return found
 
 
@@ -140,8 +138,7 @@ def _alerts(checkpoint: Mapping[str, Any]) -> list[RenderableType]:
     state = callbacks.get("QKWatch") if isinstance(callbacks, Mapping) else None
     if not state:
         return []
-    run = state.get("run", state)
-    alerts, lines = run.get("alerts", []), list[RenderableType]()
+    alerts, lines = state.get("run", {}).get("alerts", []), list[RenderableType]()
     if not alerts:
         return [Text("QKWatch was watching: no alerts so far")]
     for level, step, _, _, _, message, *_ in alerts[:_ALERTS_SHOWN]:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
+from qkwatch.alerts import ALL_SITES, Alert, Level
 from qkwatch.clip import QKClip
 from qkwatch.midrun import Live, Recipe, clip_for, patch_, ramps_of, set_ramp, take_back_
 from qkwatch.monitor import Monitor
 from qkwatch.progress import Progress
 from qkwatch.reading import Reading
 from qkwatch.retrofit import RetrofitReport
-from qkwatch.rules import ALL_SITES, Alert, Level
 from qkwatch.sharding import shards
 from qkwatch.sites import Site
 from qkwatch.wayback import LEAST, LossLine, Snapshot

@@ -16,10 +16,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from qkwatch.alerts import Level
 from qkwatch.errors import QKWatchError
 from qkwatch.names import short_sites
 from qkwatch.report import STYLES
-from qkwatch.rules import Level
 
 Points = list[tuple[int, float]]  # (step, value), in steps' order
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkwatch.errors import QKWatchError
-from qkwatch.norms import QKNorm
+from qkwatch.norms import CHILD, QKNorm
 
 
 class QKNormMultiheadAttention(nn.MultiheadAttention):
@@ -27,7 +27,7 @@ class QKNormMultiheadAttention(nn.MultiheadAttention):
 
     @property
     def _qkv_same_embed_dim(self) -> bool:
-        return False if "qk_norm" in self._modules else bool(self.__dict__.get("_qkv_same_embed_dim", True))
+        return False if CHILD in self._modules else bool(self.__dict__.get("_qkv_same_embed_dim", True))
 
     @_qkv_same_embed_dim.setter
     def _qkv_same_embed_dim(self, value: bool) -> None:

@@ -12,22 +12,16 @@ from torch import nn
 from qkwatch.adopt import adopt_, unchanged_on_error
 from qkwatch.clip import QKClip
 from qkwatch.modules import named_modules
-from qkwatch.norms import Calibrate, QKNorm, Variant
+from qkwatch.norms import CHILD, QKNorm, site_of
 from qkwatch.optim import remove_parameters
 from qkwatch.plan import RetrofitPlan
 from qkwatch.ranks import Broken, Ranks
-from qkwatch.retrofit import (
-    CHILD,
-    RetrofitReport,
-    norm_parameters,
-    patched_sites,
-    retrofit_,
-    retrofit_each_,
-    uninstall,
-)
+from qkwatch.retrofit import RetrofitReport, retrofit_, retrofit_each_
 from qkwatch.sharding import reshard, shards, unsharded
 from qkwatch.sites import Site
+from qkwatch.surgery import norm_parameters, patched_sites, uninstall
 from qkwatch.twins import find_twins, twin_plans
+from qkwatch.variants import Calibrate, Variant
 
 
 @dataclass
@@ -213,7 +207,7 @@ def take_back_(live: Live, report: RetrofitReport) -> None:
     if report.clip:
         return
     owned = norm_parameters(live.models[0])
-    gains = [p for name, p in owned if f".{name}".rpartition(f".{CHILD}.")[0][1:] in report.applied]
+    gains = [p for name, p in owned if site_of(name) in report.applied]
     for model in live.models:
         for name in report.applied:
             uninstall(model, name)

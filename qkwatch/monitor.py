@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from qkwatch.alerts import Alert, Thresholds
 from qkwatch.layout import HeadLayout
 from qkwatch.lookout import Lookout, unseen_parts
 from qkwatch.measure import Rows
@@ -24,7 +25,7 @@ from qkwatch.observe import Observer, readings_of
 from qkwatch.pooling import pool
 from qkwatch.ranks import Broken, Ranks
 from qkwatch.reading import Packed, Reading, merge
-from qkwatch.rules import Alert, Rules, Thresholds
+from qkwatch.rules import Rules
 from qkwatch.scout import Scout
 from qkwatch.sharding import shards
 from qkwatch.sites import ELSEWHERE, Site, choose, matches, no_match, unmatched

@@ -1,8 +1,4 @@
-"""QK-norm variants as modules. Pure torch.
-
-`HeadNorm` normalises the head vectors of one side, `QKNorm` holds both sides. The variants themselves and
-their calibration live in `variants.py` and can be imported from here too.
-"""
+"""QK-norm as modules: `HeadNorm` normalises the head vectors of one side, `QKNorm` holds both sides. Pure torch."""
 
 from __future__ import annotations
 
@@ -17,9 +13,18 @@ from torch import Tensor, nn
 
 from qkwatch.bounded import GRADIENT_FLOOR, Ceiling, Unit, squares
 from qkwatch.errors import QKWatchError
-from qkwatch.variants import CALIBRATE, PRESETS, Calibrate, Variant, calibrated_gains, get_variant
+from qkwatch.variants import Variant, get_variant
 
-__all__ = ["CALIBRATE", "PRESETS", "Calibrate", "HeadNorm", "QKNorm", "Variant", "calibrated_gains", "get_variant"]
+CHILD = "qk_norm"  # the name under which a patched site holds its norms
+
+
+def site_of(key: str) -> str:
+    """The site whose norms a parameter, buffer or module belongs to, by its full name.
+
+    >>> site_of("h.0.attn.qk_norm.q.gain"), site_of("qk_norm.plan")
+    ('h.0.attn', '')
+    """
+    return f".{key}".rpartition(f".{CHILD}.")[0][1:]
 
 
 class HeadNorm(nn.Module):

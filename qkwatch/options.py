@@ -7,8 +7,8 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
+from qkwatch.alerts import Thresholds
 from qkwatch.errors import QKWatchError, unknown
-from qkwatch.rules import Thresholds
 from qkwatch.variants import CALIBRATE, CLIP, get_variant
 
 

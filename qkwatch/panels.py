@@ -19,8 +19,8 @@ from .heatmaps import ABSENT, ENTROPY, LOGITS, UNKNOWN, History, Pixels, heat_ma
 from .names import ranges
 
 if TYPE_CHECKING:
+    from .alerts import Alert
     from .reading import Reading
-    from .rules import Alert
 
 Figures = dict[str, list[float]]  # field -> one value a head, without those that were not measured
 

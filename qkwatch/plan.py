@@ -10,8 +10,8 @@ from torch import nn
 
 from qkwatch.errors import QKWatchError
 from qkwatch.layout import Channels
-from qkwatch.norms import Variant
 from qkwatch.reclass import own_class
+from qkwatch.variants import Variant
 
 VERSION = 1
 

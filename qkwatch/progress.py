@@ -8,9 +8,9 @@ from typing import Any, cast
 
 from torch import Tensor
 
+from qkwatch.alerts import Alert, Forecast, Level
 from qkwatch.midrun import Retrofit
 from qkwatch.retrofit import RetrofitReport
-from qkwatch.rules import Alert, Forecast, Level
 from qkwatch.sites import ELSEWHERE
 
 

@@ -9,12 +9,12 @@ from torch import nn
 
 from qkwatch.errors import QKWatchError
 from qkwatch.mha import QKNormMultiheadAttention
-from qkwatch.norms import Variant
+from qkwatch.norms import CHILD, QKNorm
 from qkwatch.plan import RetrofitPlan, SitePlan
 from qkwatch.probe import Refusal
 from qkwatch.sites import Site
-from qkwatch.surgery import CHILD
 from qkwatch.taps import parts_of
+from qkwatch.variants import Variant
 
 
 def shared_taps(sites: Sequence[Site]) -> dict[int, set[str]]:
@@ -32,8 +32,10 @@ def check_site(site: Site, names: Mapping[int, str], shared: Mapping[int, set[st
         raise Refusal(site.reason or "it has no taps")
     if id(site.module) not in names:
         raise Refusal("it is not a module of this model")
+    if isinstance(site.module._modules.get(CHILD), QKNorm):
+        raise Refusal("it is patched already (qkwatch.undo_ takes the patch away)")
     if CHILD in site.module._modules or CHILD in site.module._parameters:
-        raise Refusal(f"it has a {CHILD!r} of its own")
+        raise Refusal(f"it has a module or parameter {CHILD!r} of its own, the name that the norms would take")
     if hasattr(type(site.module), CHILD):
         raise Refusal(f"its class has a {CHILD!r} of its own")
     if site.call is None:

@@ -14,8 +14,8 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
+from qkwatch.alerts import ALL_SITES, Alert, Level
 from qkwatch.names import abbreviate, few, short_sites, site_label
-from qkwatch.rules import ALL_SITES, Alert, Level
 
 if TYPE_CHECKING:
     from torch import Tensor

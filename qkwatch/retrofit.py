@@ -15,7 +15,7 @@ from torch import nn
 from qkwatch.clip import QKClip
 from qkwatch.errors import QKWatchError, unknown
 from qkwatch.modules import all_names, clean_name, named_modules
-from qkwatch.norms import Calibrate, QKNorm, Variant, get_variant
+from qkwatch.norms import CHILD, QKNorm, site_of
 from qkwatch.optim import remove_parameters, several
 from qkwatch.options import check_cap
 from qkwatch.plan import CorePlan, RetrofitPlan, SitePlan, TapPlan, kind_of
@@ -25,7 +25,6 @@ from qkwatch.sharding import is_shard, is_spread, shard_norms
 from qkwatch.sites import Site
 from qkwatch.stored import stored_keys, weights_of
 from qkwatch.surgery import (
-    CHILD,
     check_all_removable,
     child,
     install,
@@ -34,22 +33,8 @@ from qkwatch.surgery import (
     undone_on_error,
     uninstall,
 )
-from qkwatch.variants import CALIBRATE, CLIP
+from qkwatch.variants import CALIBRATE, CLIP, Calibrate, Variant, get_variant
 from qkwatch.verify import Verified, calibrate_and_verify, output_of, relative_change
-
-__all__ = [
-    "CHILD",
-    "RetrofitReport",
-    "install",
-    "match_",
-    "norm_parameters",
-    "patched_sites",
-    "plan_of",
-    "restore_",
-    "retrofit_",
-    "undo_",
-    "uninstall",
-]
 
 
 @dataclass
@@ -239,12 +224,11 @@ def restore_(model: nn.Module, checkpoint: str | os.PathLike[str] | Mapping[str,
 
 def plan_of(state_dict: Mapping[str, Any]) -> RetrofitPlan:
     """The plan that a state_dict carries in its ``...qk_norm.plan`` entries."""
-    suffix = f".{CHILD}.plan"
     plans = [
         # by the key, not by the name at the time: a prefix may have been put on or taken off since
-        SitePlan.from_dict(QKNorm.decode_plan(value)).moved(clean_name(f".{key}".removesuffix(suffix)[1:]))
+        SitePlan.from_dict(QKNorm.decode_plan(value)).moved(clean_name(site_of(key)))
         for key, value in state_dict.items()
-        if f".{key}".endswith(suffix)
+        if f".{key}".endswith(f".{CHILD}.plan")
     ]
     return RetrofitPlan(tuple(plans))
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from qkwatch.reading import Reading
 
-__all__ = ["ALL_SITES", "Alert", "Forecast", "Level", "Rules", "Thresholds"]
-
 _HUGE = 3.4e38  # stands for inf in a history: JSON has no infinity
 _STATE_VERSION = 2
 
@@ -133,12 +131,6 @@ class Rules:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on as the `Rules` that gave this state. Raises QKWatchError for a state of another version."""
-        if state.get("version") == 1:  # rows had no entropy then
-            longer = {
-                site: [count, [[[*row, [None] * len(row[1])] for row in rows] for rows in scales]]
-                for site, (count, scales) in state["past"].items()
-            }
-            state = {**state, "version": _STATE_VERSION, "past": longer}
         if state.get("version") != _STATE_VERSION:
             raise QKWatchError(
                 f"Rules.load_state_dict: state of version {state.get('version')!r}, this qkwatch reads "

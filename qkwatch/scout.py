@@ -19,6 +19,7 @@ from qkwatch.fastpath import fast_path_core
 from qkwatch.layout import HeadLayout, default_layout
 from qkwatch.measure import Rows, measure, measure_at
 from qkwatch.modules import ModuleStack, named_modules, unwrap
+from qkwatch.norms import CHILD
 from qkwatch.probe import Call, Refusal, replay
 from qkwatch.reading import Packed, gather_heads, merge, reading_from
 from qkwatch.sharding import unsharded
@@ -272,7 +273,7 @@ class Scout:
     def _site_of_mha(self, mha: nn.MultiheadAttention, call: Call | None) -> Site:
         layout = HeadLayout(mha.num_heads, "minor")
         stock = type(mha).forward is nn.MultiheadAttention.forward
-        normed = getattr(mha, "qk_norm", None) is not None
+        normed = CHILD in mha._modules
         reason = "its queries and keys are normed already" if normed else None
         if not stock and not normed:
             reason = f"{type(mha).__name__} overrides the forward of nn.MultiheadAttention"

@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 from torch import nn
 
 from qkwatch.errors import QKWatchError
-from qkwatch.norms import HeadNorm
+from qkwatch.norms import HeadNorm, site_of
 
 _HOME = "torch.distributed.fsdp"  # where FSDP's hooks are written
 
@@ -92,7 +92,7 @@ def shard_norms(model: nn.Module) -> None:
     for name, norm in list(model.named_modules()):
         plain = isinstance(norm, HeadNorm) and any(not hasattr(p, "device_mesh") for p in norm.parameters())
         if plain and not is_sharded(norm):
-            mesh = _mesh(model.get_submodule(name.rpartition("qk_norm.")[0].rstrip("."))) or _mesh(model)
+            mesh = _mesh(model.get_submodule(site_of(name))) or _mesh(model)
             if mesh is None:
                 raise QKWatchError(f"{name}: no parameter of the model is sharded over a mesh")
             # on its own, not with the block around it: an enclosing fully_shard has settled its parameters

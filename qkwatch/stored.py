@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from qkwatch.errors import QKWatchError
+from qkwatch.norms import CHILD
 
-_OURS = ("plan", "q.gain", "q.bias", "k.gain", "k.bias")  # what a patch brings, behind "qk_norm."
+_OURS = ("plan", "q.gain", "q.bias", "k.gain", "k.bias")  # what a patch brings
 
 
 def stored_keys(path: str | os.PathLike[str]) -> Mapping[str, Any]:
@@ -111,4 +112,4 @@ def _sharded(folder: Path) -> dict[str, Tensor | None]:
 
 
 def _is_ours(key: str) -> bool:
-    return f".{key}".endswith(tuple(f".qk_norm.{name}" for name in _OURS))
+    return f".{key}".endswith(tuple(f".{CHILD}.{name}" for name in _OURS))

@@ -13,12 +13,10 @@ from qkwatch.coretaps import add_core_norm, has_core_norm, remove_core_norm
 from qkwatch.errors import QKWatchError
 from qkwatch.mha import QKNormMultiheadAttention, patch_mha_, unpatch_mha_
 from qkwatch.modules import named_modules
-from qkwatch.norms import QKNorm
+from qkwatch.norms import CHILD, QKNorm
 from qkwatch.plan import SitePlan
 from qkwatch.reclass import as_before_on_error, check_unchanged
 from qkwatch.taps import add_part, remove_part
-
-CHILD = "qk_norm"
 
 
 def install(model: nn.Module, plan: SitePlan) -> QKNorm:
@@ -129,10 +127,11 @@ def patched_sites(model: nn.Module) -> list[str]:
 
 def norm_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Name and parameter of every gain and bias that patches brought."""
+    modules = named_modules(model)
     return [
         (f"{site}.{CHILD}.{name}".lstrip("."), parameter)
         for site in patched_sites(model)
-        for name, parameter in child(named_modules(model)[site]).named_parameters()
+        for name, parameter in child(modules[site]).named_parameters()
     ]
 
 

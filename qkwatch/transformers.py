@@ -21,15 +21,15 @@ from transformers.trainer_callback import ExportableState
 
 from qkwatch import checkpoints
 from qkwatch.adopt import like_fresh
+from qkwatch.alerts import Thresholds
 from qkwatch.errors import QKWatchError
 from qkwatch.guard import guarded
 from qkwatch.midrun import Live
-from qkwatch.norms import Variant
 from qkwatch.panels import Panels
 from qkwatch.ranks import Ranks
 from qkwatch.report import say
-from qkwatch.retrofit import patched_sites
-from qkwatch.rules import Thresholds
+from qkwatch.surgery import patched_sites
+from qkwatch.variants import Variant
 from qkwatch.watching import Watching
 
 _PLAIN = (

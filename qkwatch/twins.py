@@ -15,10 +15,10 @@ from torch.optim.swa_utils import AveragedModel
 
 from qkwatch.errors import QKWatchError
 from qkwatch.modules import named_modules
+from qkwatch.norms import CHILD
 from qkwatch.plan import RetrofitPlan, SitePlan
 from qkwatch.reclass import own_class
 from qkwatch.refusals import check_plan
-from qkwatch.surgery import CHILD
 
 ALIKE = 0.5  # cosine between the weights of a part and a copy of it, at least; between sister layers it is near 0
 

@@ -16,11 +16,12 @@ from torch.utils._pytree import tree_leaves
 from qkwatch.core import Core
 from qkwatch.linearity import FURTHER, check_unmoved, logit_scale, without
 from qkwatch.measure import measure_at
-from qkwatch.norms import Calibrate, HeadNorm, QKNorm, calibrated_gains
+from qkwatch.norms import CHILD, HeadNorm, QKNorm
 from qkwatch.plan import SitePlan
 from qkwatch.probe import ZERO, Call, Refusal, generic, replay
 from qkwatch.reading import Reading, merge, reading_from
 from qkwatch.sites import Site
+from qkwatch.variants import Calibrate, calibrated_gains
 
 GROWTH = 1000.0  # by how much the projections' outputs are made to grow
 _SAMPLE = 8  # rows from which the scale of an unfused softmax is read
@@ -52,7 +53,7 @@ def calibrate_and_verify(site: Site, draft: SitePlan, *, cap: float, calibrate: 
     Raises:
         Refusal: where the promise does not hold; the caller takes the patch out again.
     """
-    norm = site.module._modules["qk_norm"]
+    norm = site.module._modules[CHILD]
     assert isinstance(norm, QKNorm) and site.call is not None
     with _bypassed(site, norm):
         before = _run(site, site.call, measured=True)

@@ -11,6 +11,7 @@ import torch
 from rich.text import Text
 from torch import Tensor, nn
 
+from qkwatch.alerts import Alert, Level, Thresholds
 from qkwatch.guard import Guard, guarded, text_of
 from qkwatch.intervene import Intervention
 from qkwatch.midrun import Live, Recipe, Retrofit
@@ -22,9 +23,10 @@ from qkwatch.ranks import Ranks
 from qkwatch.reading import Reading
 from qkwatch.reconsider import options_of, reconsider
 from qkwatch.report import alert_texts, reading_table, retrofit_text, summary
-from qkwatch.retrofit import RetrofitReport, patched_sites
-from qkwatch.rules import Alert, Level, Rules, Thresholds
+from qkwatch.retrofit import RetrofitReport
+from qkwatch.rules import Rules
 from qkwatch.sites import ELSEWHERE, Site
+from qkwatch.surgery import patched_sites
 from qkwatch.variants import CLIP, Calibrate, Variant, get_variant
 
 TABLE_EVERY = 10  # readings between two tables of alerts that are no worse

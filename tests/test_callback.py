@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import qkwatch
 from qkwatch import Level, QKWatch, QKWatchError, Thresholds
-from qkwatch.retrofit import patched_sites
+from qkwatch.surgery import patched_sites
 from qkwatch.watching import HISTORY
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -13,9 +13,9 @@ from rich.console import Console
 from torch import nn
 
 from qkwatch import bench, cli, find_sites, inspection, logs, retrofit_, timing
+from qkwatch.alerts import Alert, Forecast, Level
 from qkwatch.panels import Panels, escape
 from qkwatch.reading import reading_from
-from qkwatch.rules import Alert, Forecast, Level
 from qkwatch.stats import qk_stats
 
 

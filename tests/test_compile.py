@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
 from qkwatch import QKWatch
-from qkwatch.retrofit import norm_parameters
+from qkwatch.surgery import norm_parameters
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SITES = ["net.blocks.0.attn", "net.blocks.1.attn"]

@@ -20,8 +20,9 @@ from torch.utils.checkpoint import checkpoint
 import qkwatch
 from qkwatch.coretaps import add_core_norm, has_core_norm
 from qkwatch.errors import QKWatchError
-from qkwatch.norms import QKNorm, Variant
+from qkwatch.norms import QKNorm
 from qkwatch.plan import RetrofitPlan
+from qkwatch.variants import Variant
 
 
 class Attention(nn.Module):

@@ -12,10 +12,10 @@ import torch
 pytest.importorskip("lightning.pytorch")
 
 from qkwatch import demo, demo_model
+from qkwatch.alerts import Thresholds
 from qkwatch.demo import Outcome, free_place, recovered, run
 from qkwatch.demo_model import GPT, Setup, corpus, rotate, windows
 from qkwatch.errors import QKWatchError
-from qkwatch.rules import Thresholds
 
 TINY = Setup(steps=12, batch=2, length=16, layers=1, width=16, heads=2, every_n_steps=2, val_batches=1, warmup=2)
 

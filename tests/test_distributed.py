@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import qkwatch
 from qkwatch import QKWatch, trainers
-from qkwatch.retrofit import norm_parameters
+from qkwatch.surgery import norm_parameters
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import qkwatch
 from qkwatch import QKWatch, QKWatchError
-from qkwatch.retrofit import patched_sites
+from qkwatch.surgery import patched_sites
 from qkwatch.wayback import LossLine
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from qkwatch import QKWatch
 from qkwatch.midrun import ramps_of
-from qkwatch.retrofit import patched_sites
+from qkwatch.surgery import patched_sites
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

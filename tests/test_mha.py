@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from qkwatch.errors import QKWatchError
 from qkwatch.mha import QKNormMultiheadAttention, normed_mha_forward, patch_mha_, unpatch_mha_
-from qkwatch.norms import QKNorm, get_variant
+from qkwatch.norms import QKNorm
+from qkwatch.variants import get_variant
 
 E, H = 12, 4
 pytestmark = [pytest.mark.filterwarnings("ignore:.*(nested|mismatched).*:UserWarning")]

@@ -17,7 +17,7 @@ from qkwatch import Level, QKWatchError, Thresholds
 from qkwatch.monitor import Monitor
 from qkwatch.progress import Progress
 from qkwatch.ranks import Broken, Ranks
-from qkwatch.retrofit import norm_parameters
+from qkwatch.surgery import norm_parameters
 
 SITES = ["blocks.0.attn", "blocks.1.attn"]
 IDS = data(8).dataset.tensors[0]

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from qkwatch.errors import QKWatchError
-from qkwatch.norms import PRESETS, HeadNorm, QKNorm, Variant, calibrated_gains, get_variant
+from qkwatch.norms import HeadNorm, QKNorm
+from qkwatch.variants import PRESETS, Variant, calibrated_gains, get_variant
 
 H, G, D = 6, 2, 16
 ALL = sorted(PRESETS)

@@ -16,6 +16,7 @@ from tensorboard import plugin_util
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 
+from qkwatch.alerts import Alert, Forecast, Level
 from qkwatch.heatmaps import ABSENT, ENTROPY, LOGITS, History, heat_map, short_names
 from qkwatch.panels import (
     PER_SITE,
@@ -24,7 +25,6 @@ from qkwatch.panels import (
     escape,
 )
 from qkwatch.reading import Reading
-from qkwatch.rules import Alert, Forecast, Level
 
 NAN, INF = math.nan, math.inf
 FIELDS = (

@@ -11,7 +11,7 @@ import torch
 from tiny import Tiny, data, trainer
 
 from qkwatch import QKWatch
-from qkwatch.retrofit import patched_sites
+from qkwatch.surgery import patched_sites
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SITES = ["net.blocks.0.attn", "net.blocks.1.attn"]

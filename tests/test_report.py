@@ -13,9 +13,9 @@ from rich.console import Console
 
 from qkwatch import names as names_of
 from qkwatch import report
+from qkwatch.alerts import Alert, Level
 from qkwatch.reading import Reading
 from qkwatch.report import alert_text, reading_table, retrofit_text, say, summary
-from qkwatch.rules import Alert, Level
 
 NAN = math.nan
 

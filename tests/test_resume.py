@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import qkwatch
 from qkwatch import QKWatch, QKWatchError
-from qkwatch.retrofit import norm_parameters, patched_sites
+from qkwatch.surgery import norm_parameters, patched_sites
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SITES = ["net.blocks.0.attn", "net.blocks.1.attn"]

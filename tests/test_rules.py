@@ -11,9 +11,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from qkwatch.alerts import ALL_SITES, Alert, Level, Thresholds
 from qkwatch.errors import QKWatchError
 from qkwatch.reading import Reading
-from qkwatch.rules import ALL_SITES, Alert, Level, Rules, Thresholds
+from qkwatch.rules import Rules
 
 NAN = math.nan
 
@@ -414,14 +415,3 @@ def test_a_rise_counts_where_more_than_single_logits_moved(moves):
         alerts += rules.update(10 * i, [reading(top=[top], **values)])
     warned = [a.rule for a in alerts if a.level >= Level.WARN]
     assert bool(warned) == (moves != "nothing")
-
-
-def test_a_state_from_before_rows_had_an_entropy_can_be_loaded():
-    rules = Rules()
-    run(rules, [[20.0, 30.0], [24.0, 33.0]])
-    state = json.loads(json.dumps(rules.state_dict()))
-    old = {site: [n, [[row[:3] for row in rows] for rows in scales]] for site, (n, scales) in state["past"].items()}
-    again = Rules()
-    again.load_state_dict({**state, "version": 1, "past": old})
-    new, kept = (run(r, [[70.0, 33.0]], start=20) for r in (again, rules))
-    assert [a.rule for a in new] == [a.rule for a in kept]

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import qkwatch
 from qkwatch import QKWatch, trainers
-from qkwatch.retrofit import patched_sites
+from qkwatch.surgery import patched_sites
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import qkwatch
 from qkwatch.errors import QKWatchError
 from qkwatch.inspection import render
-from qkwatch.retrofit import patched_sites
+from qkwatch.surgery import patched_sites
 
 SITES = ["blocks.0.attn", "blocks.1.attn"]
 

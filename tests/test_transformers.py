@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 import qkwatch
 from qkwatch import QKWatchError
-from qkwatch.retrofit import norm_parameters, patched_sites
+from qkwatch.surgery import norm_parameters, patched_sites
 from qkwatch.transformers import QKWatchCallback
 
 pytestmark = pytest.mark.filterwarnings("ignore")

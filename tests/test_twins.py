@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from qkwatch import QKWatch
 from qkwatch.midrun import ramps_of
-from qkwatch.retrofit import patched_sites
+from qkwatch.surgery import patched_sites
 from qkwatch.twins import find_twins
 
 pytestmark = pytest.mark.filterwarnings("ignore")
