@@ -159,5 +159,5 @@ def reading_from(packed: Packed, site: str, step: int | None = None) -> Reading:
         excluded_rows=int(column["excluded"].max()),
         exact=packed.exact and not bool(column["sampled"].any()),
         step=step,
-        bias_max=None if bool((biases == -torch.inf).all()) else measured(biases.amax(0)),
+        bias_max=None if bool((biases == -torch.inf).all()) else measured(biases.amax(0) + 0.0),  # never -0
     )
