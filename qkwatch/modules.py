@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +51,12 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+@functools.cache
+def _spare_a_warning() -> None:
+    """A compiled module warns of global hooks, which would fire for its wrapper too: ours know it by its clean name."""
+    warnings.filterwarnings("ignore", r"Using .torch\.compile\(module\). when there are global hooks")
+
+
 class ModuleStack:
     """While entered, keeps the stack of modules whose forward is running.
 
@@ -66,6 +74,7 @@ class ModuleStack:
         self._handles: list[Any] = []
 
     def __enter__(self) -> ModuleStack:
+        _spare_a_warning()
         self._handles = [
             register_module_forward_pre_hook(self._push),
             register_module_forward_hook(self._pop, with_kwargs=True, always_call=True),

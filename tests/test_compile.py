@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
 from qkwatch import QKWatch
+from qkwatch import watch as watching
+from qkwatch.modules import _spare_a_warning
 from qkwatch.surgery import norm_parameters
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -175,6 +178,19 @@ def test_recomputed_activations_count_once(reentrant: bool, kind: str, retrofit:
             torch.testing.assert_close(a.entropy, b.entropy)
     assert_same(weights(module), weights(simple))
     assert bool(norm_parameters(module)) == (retrofit == "now")
+
+
+def test_no_warning_of_torch_about_our_hooks() -> None:
+    """A compiled part of a watched model warns of global hooks that fire for its wrapper too: ours mind that."""
+    torch.compile(nn.Linear(2, 2), backend="eager")(torch.randn(1, 2))
+    net = nn.Sequential(torch.compile(nn.TransformerEncoderLayer(16, 2, 16, batch_first=True), backend="eager"))
+    _spare_a_warning.cache_clear()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with watching(net) as watcher:
+            net(torch.randn(2, 5, 16))
+    assert watcher.readings
+    assert not [w for w in said if "global hooks" in str(w.message)]
 
 
 def test_measured_steps_force_eager_and_the_stance_of_the_user_comes_back() -> None:
