@@ -10,8 +10,8 @@ from torch import nn
 
 from qkwatch.modules import clean_name, named_modules
 from qkwatch.norms import site_of
-from qkwatch.optim import GROUP_KEY, add_parameters, decays, group_names, regroup, several
-from qkwatch.schedulers import unwrap, walk
+from qkwatch.optim import GROUP_KEY, add_parameters, decays, group_names, regroup
+from qkwatch.schedulers import several, unwrap, walk
 from qkwatch.surgery import norm_parameters, patched_sites
 
 

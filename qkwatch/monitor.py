@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from qkwatch.agreement import agree
 from qkwatch.alerts import Alert, Thresholds
-from qkwatch.layout import HeadLayout
 from qkwatch.lookout import Lookout, unseen_parts
 from qkwatch.measure import Rows
-from qkwatch.modules import named_modules, unwrap
+from qkwatch.modules import unwrap
 from qkwatch.observe import Observer, readings_of
 from qkwatch.pooling import pool
 from qkwatch.ranks import Broken, Ranks
@@ -28,7 +28,7 @@ from qkwatch.reading import Packed, Reading, merge
 from qkwatch.rules import Rules
 from qkwatch.scout import Scout
 from qkwatch.sharding import shards
-from qkwatch.sites import ELSEWHERE, Site, choose, matches, no_match, unmatched
+from qkwatch.sites import Site, choose, matches, no_match, unmatched
 
 _AT_ONCE = 3  # searches, for what there is reason to look for, before they become rare
 _UNREAD = 4  # measured steps without a reading of a site, before the next is taken off the cadence
@@ -264,7 +264,7 @@ class Monitor:
         # a core that was known by the module it ran in may by now be known by one that holds its projections
         gone = set() if scout is None else set(scout.owners) - {site.name for site in found}
         parts = unseen_parts(self.model, self._ran)
-        self._known, self._unseen = self._agree(found, gone, bool(parts))
+        self._known, self._unseen = agree(self.model, found, self._known, gone, bool(parts), self.ranks)
         news = any(site.name not in before for site in self._known)
         if self._strangers or not before:
             self._missing.looked(self.last_measured or 0, news)
@@ -297,43 +297,6 @@ class Monitor:
             return True
         owners = self.ranks.gather_objects(None if scout is None else scout.owners)
         return all(part is not None and part == owners[0] for part in owners)
-
-    def _agree(self, found: list[Site], gone: set[str], unseen: bool) -> tuple[list[Site], bool]:
-        """Every rank's sites in one order, and whether parts of the model have run on no rank, or not on all.
-
-        A site that did not run here is known from before, or by another rank's description.
-        """
-        modules, mine = named_modules(self.model), {site.name: site for site in found}
-        known = {site.name: site for site in self._known}
-        if self.ranks.size > 1:
-            described = [(s.name, s.q_heads, s.k_heads, s.head_dim, s.layout, s.self_attention) for s in found]
-            told = self.ranks.gather_objects((described, gone, unseen))
-            unseen, gone = any(part[2] for part in told), set[str]().union(*(part[1] for part in told))
-            layouts: dict[str, HeadLayout] = {}
-            for name, q_heads, k_heads, head_dim, layout, is_self in (one for part in told for one in part[0]):
-                layouts.setdefault(name, layout)
-                if name not in mine and name in known:
-                    mine[name] = known[name]
-                elif name not in mine and name in modules:
-                    mine[name] = Site(
-                        name,
-                        q_heads,
-                        k_heads,
-                        head_dim,
-                        reason=ELSEWHERE,
-                        module=modules[name],
-                        layout=layout,
-                        self_attention=is_self,
-                    )
-            for name in mine.keys() & layouts.keys():
-                if mine[name].layout.heads != layouts[name].heads:  # it is gathered in one shape
-                    mine[name].layout = layouts[name]
-        older = {name: site for name, site in known.items() if name not in mine and name not in gone}
-        sites = [*mine.values(), *older.values()]
-        if older or self.ranks.size > 1:
-            order = {name: i for i, name in enumerate(modules)}
-            sites.sort(key=lambda site: order.get(site.name, len(order)))
-        return sites, unseen
 
     # -- readings -------------------------------------------------------------------------------------------
 

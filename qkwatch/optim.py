@@ -85,13 +85,6 @@ def add_parameters(
     return [where[id(param)] for _, param in new]
 
 
-def several(value: Any) -> list[Any]:
-    """One optimizer or scheduler, or several, as a list."""
-    if isinstance(value, Iterable) and not hasattr(value, "param_groups") and not hasattr(value, "step"):
-        return list(value)
-    return [value]
-
-
 def remove_parameters(
     optimizers: Sequence[Any], params: Iterable[nn.Parameter], schedulers: Iterable[object] = ()
 ) -> None:

@@ -16,11 +16,12 @@ from qkwatch.clip import QKClip
 from qkwatch.errors import QKWatchError, unknown
 from qkwatch.modules import all_names, clean_name, named_modules
 from qkwatch.norms import CHILD, QKNorm, site_of
-from qkwatch.optim import remove_parameters, several
+from qkwatch.optim import remove_parameters
 from qkwatch.options import check_cap
 from qkwatch.plan import CorePlan, RetrofitPlan, SitePlan, TapPlan, kind_of
 from qkwatch.probe import Refusal
 from qkwatch.refusals import check_plan, check_site, shared_taps
+from qkwatch.schedulers import several
 from qkwatch.sharding import is_shard, is_spread, shard_norms
 from qkwatch.sites import Site
 from qkwatch.stored import stored_keys, weights_of

@@ -82,3 +82,10 @@ def unwrap(optimizer: Any) -> Any:
     if not hasattr(optimizer, "param_groups"):
         raise QKWatchError(f"{type(optimizer).__name__} has no param_groups; pass torch optimizers")
     return optimizer
+
+
+def several(value: Any) -> list[Any]:
+    """One optimizer or scheduler, or several, as a list."""
+    if isinstance(value, Iterable) and not hasattr(value, "param_groups") and not hasattr(value, "step"):
+        return list(value)
+    return [value]

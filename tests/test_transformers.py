@@ -15,6 +15,7 @@ from processes import together
 from safetensors.torch import load_file
 from test_callback import nothing_is_attached
 from tiny import assert_same, weights
+from tqdm.auto import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import qkwatch
@@ -231,11 +232,15 @@ def test_panels_beside_the_trainer_s_own_tensorboard(tmp_path: Path) -> None:
     assert "qkwatch/retrofits/text_summary" in log.Tags()["tensors"]
 
 
-def test_what_is_said_does_not_break_the_progress_bar(tmp_path: Path, capsys: Any) -> None:
-    trainer(tmp_path, llama(sharp=True), watch(console=True), disable_tqdm=False).train()
-    said = capsys.readouterr()
-    assert "qkwatch WARN" in said.out
-    assert all(line.startswith("\r") or "it/s" not in line for line in said.out.split("\n"))
+@pytest.mark.parametrize("shown", [True, False])
+def test_what_is_said_while_a_bar_is_shown_is_written_above_it(
+    shown: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    written: list[str] = []
+    monkeypatch.setattr(tqdm, "write", classmethod(lambda cls, text, *args, **options: written.append(text)))
+    trainer(tmp_path, llama(sharp=True), watch(console=True), disable_tqdm=not shown).train()
+    assert any("qkwatch WARN" in text for text in written) == shown
+    assert ("qkwatch WARN" in capsys.readouterr().out) != shown
 
 
 def test_log_is_a_function_and_has_a_name() -> None:
