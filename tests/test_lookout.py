@@ -8,10 +8,15 @@ from typing import Any
 import pytest
 import torch
 from tiny import Net, Tiny, assert_same, data, loss_of, sharpen, trainer, weights
+from torch import nn
 from torch.nn import functional as F
 
 from qkwatch import QKWatch
+from qkwatch.agreement import agree
+from qkwatch.layout import HeadLayout
 from qkwatch.midrun import ramps_of
+from qkwatch.ranks import Ranks
+from qkwatch.sites import Site
 from qkwatch.surgery import patched_sites
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -150,3 +155,15 @@ def test_extra_looks_change_no_bit() -> None:
     trainer(max_steps=40).fit(plain, data(256))
     trainer(watch(), max_steps=40).fit(seen, data(256))
     assert_same(weights(seen), weights(plain))
+
+
+def test_a_site_that_goes_by_another_name_now_is_not_kept_twice() -> None:
+    """A core that was known by the module it ran in may later be known by one that holds its projections."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Identity()), nn.Linear(2, 2))
+    single = HeadLayout(1, "single")
+    modules = {name: model.get_submodule(name) for name in ("0.1", "0", "1")}
+    helper, owner, other = (Site(name, 1, 1, 2, module=module, layout=single) for name, module in modules.items())
+    kept, unseen = agree(model, [owner], [helper, other], {"0.1"}, False, Ranks())
+    assert ([site.name for site in kept], unseen) == (["0", "1"], False)
+    kept, unseen = agree(model, [owner], [helper, other], set(), True, Ranks())
+    assert ([site.name for site in kept], unseen) == (["0", "0.1", "1"], True)
